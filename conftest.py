@@ -11,7 +11,7 @@ from titanlite.data import ShardWriter, open_tokenizer
 from titanlite.data.manifest import write_corpus_manifest
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "scripts"))  # for tests that import a script: it imports checkout.py
 # After this a process is taken for hung, on a machine however busy; no measure of speed.
 HANG_SECONDS = 600

@@ -16,14 +16,14 @@ from pathlib import Path
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.job import read_job
-from titanlite.planning.coordinate_check import (
+from titanlite_lab.mup.check import (
     MAX_SLOPE,
     MIN_SLOPE,
     CoordinateCheck,
     WidthCurves,
     measure_widths,
 )
-from titanlite.plots.coordinate_check import draw_coordinate_check
+from titanlite_lab.mup.picture import draw_coordinate_check
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
-from titanlite.plots.compare import compare_runs, draw_comparison, format_comparison, verdict
+from titanlite_lab.compare import compare_runs, draw_comparison, format_comparison, verdict
 
 EXIT_DIFFERENT = 1
 TOLERANCE = 1e-4  # above the rounding of 20 fp32 steps, far below the effect of a bug

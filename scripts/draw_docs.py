@@ -102,7 +102,7 @@ def _mup_transfer(path: Path) -> None:
 
 
 def _scaling_law(path: Path) -> None:
-    table = "tests/planning/data/chinchilla.csv"
+    table = "extras/titanlite_lab/tests/data/chinchilla.csv"
     command = [sys.executable, "scripts/scaling_laws.py", "fit", table, "--flops", "flops"]
     command += ["--drop-highest", "5", "--picture", str(path)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

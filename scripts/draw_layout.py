@@ -16,9 +16,9 @@ from pathlib import Path
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.job import Job, read_job
-from titanlite.plots.gantt import PipelineTimeline
-from titanlite.plots.job_layout import computed_timelines, draw_job_layout
-from titanlite.plots.pipeline_trace import read_actions
+from titanlite_planner.pictures.gantt import PipelineTimeline
+from titanlite_planner.pictures.job_layout import computed_timelines, draw_job_layout
+from titanlite_planner.pictures.pipeline_trace import read_actions
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.metrics import METRICS_FILE
-from titanlite.plots.loss_curve import draw_loss
+from titanlite_lab.loss_curve import draw_loss
 
 
 def main(argv: list[str]) -> int:

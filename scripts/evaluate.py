@@ -10,7 +10,7 @@ import checkout  # noqa: F401
 # lm-eval imports a package called evaluate, which this file would hide.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
-from titanlite.evaluation.command import run_command
+from titanlite_lab.evaluation.command import run_command
 
 if __name__ == "__main__":
     sys.exit(run_command(sys.argv[1:]))

@@ -30,8 +30,8 @@ from titanlite.errors import (
     UserError,
     format_error,
 )
-from titanlite.inspection.run_data import RunData, open_run_data
-from titanlite.inspection.samples import (
+from titanlite_corpus.inspection.run_data import RunData, open_run_data
+from titanlite_corpus.inspection.samples import (
     DEFAULT_SEQ_LEN,
     SampleRecord,
     describe_corpus_samples,

@@ -21,20 +21,20 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError, format_error
-from titanlite.planning.alternatives import find_alternatives
-from titanlite.planning.calibrate import calibrate, calibration_report, read_measured_run
-from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.plan_changes import ChangedAnswer, changed_answers
-from titanlite.planning.plan_files import write_plan, write_text_files
-from titanlite.planning.plan_report import memory_parts, part_title, report_lines
-from titanlite.planning.plan_request import PRECISION_OPTIONS, PlanArguments, read_plan_request
-from titanlite.planning.row_errors import error_table
-from titanlite.planning.rows import predict_rows, read_rows, write_predictions
-from titanlite.planning.search import LayoutSearch, PlannedStep
-from titanlite.plots.job_layout import computed_timelines, draw_job_layout
-from titanlite.plots.plan import draw_memory_time, draw_stacked_bars
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
+from titanlite_planner.accuracy.calibrate import calibrate, calibration_report, read_measured_run
+from titanlite_planner.accuracy.row_errors import error_table
+from titanlite_planner.accuracy.rows import predict_rows, read_rows, write_predictions
+from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.pictures.job_layout import computed_timelines, draw_job_layout
+from titanlite_planner.pictures.plan import draw_memory_time, draw_stacked_bars
+from titanlite_planner.plan.alternatives import find_alternatives
+from titanlite_planner.plan.changes import ChangedAnswer, changed_answers
+from titanlite_planner.plan.files import write_plan, write_text_files
+from titanlite_planner.plan.report import memory_parts, part_title, report_lines
+from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
+from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 CONFIGS = Path(__file__).parents[1] / "train_configs"
 

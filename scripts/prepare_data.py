@@ -31,23 +31,23 @@ from rich.progress import (
 )
 
 import checkout  # noqa: F401
-from titanlite.corpus.dask_engine import DaskEngine
-from titanlite.corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.prepare import (
-    PreparedCorpus,
-    PrepareSettings,
-    prepare_corpus,
-)
-from titanlite.corpus.progress_bars import StageBars
-from titanlite.corpus.recipe import load_recipe
-from titanlite.corpus.sides import TRAIN, VALIDATION
-from titanlite.corpus.summary import summarise_corpus
 from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, pluralize
-from titanlite.plots.corpus_report import write_corpus_report
+from titanlite_corpus.dask_engine import DaskEngine
+from titanlite_corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.prepare import (
+    PreparedCorpus,
+    PrepareSettings,
+    prepare_corpus,
+)
+from titanlite_corpus.progress_bars import StageBars
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.report import write_corpus_report
+from titanlite_corpus.sides import TRAIN, VALIDATION
+from titanlite_corpus.summary import summarise_corpus
 
 
 def parse_arguments() -> argparse.Namespace:

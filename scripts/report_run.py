@@ -14,8 +14,8 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
-from titanlite.plots.report import write_report
-from titanlite.plots.run_advice import advise
+from titanlite_lab.report.advice import advise
+from titanlite_lab.report.run import write_report
 
 
 def main(argv: list[str]) -> int:

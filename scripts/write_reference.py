@@ -15,9 +15,9 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from titanlite.config_reference import reference_page
-from titanlite.corpus.read import CorpusSource
-from titanlite.corpus.recipe import Recipe
 from titanlite.job import JobConfig
+from titanlite_corpus.read import CorpusSource
+from titanlite_corpus.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
@@ -50,8 +50,9 @@ def replace_between(marker: str, text: str, new: str) -> str:
 
 def list_files(root: Path) -> str:
     """A Markdown table for each folder: its files, and the first paragraph of their docstrings."""
-    packages = (root / "titanlite", root / "benchmarks")
-    folders = {path.parent for package in packages for path in package.rglob("*.py")}
+    packages = (root / "titanlite", root / "extras", root / "benchmarks")
+    files = (path for package in packages for path in package.rglob("*.py"))
+    folders = {path.parent for path in files if "tests" not in path.parts}
     tables = []
     for folder in sorted(folders):
         rows = [
@@ -96,6 +97,7 @@ def linked_path(row: str) -> str | None:
 def count_lines(path: Path) -> int:
     """Lines of a Python file, or of all Python files of a folder."""
     files = [path] if path.is_file() else list(path.rglob("*.py"))
+    files = [file for file in files if "tests" not in file.parts]
     return sum(len(file.read_text("utf-8").splitlines()) for file in files)
 
 

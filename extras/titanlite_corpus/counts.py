@@ -27,7 +27,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 import xxhash
 
-from titanlite.corpus.documents import SOURCE, TEXT
+from titanlite_corpus.documents import SOURCE, TEXT
 
 SAMPLES, SAMPLE_CHARACTERS = 10, 500  # of a rule; of a sample
 SAMPLES_KEY = "samples"

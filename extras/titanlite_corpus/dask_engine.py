@@ -27,11 +27,12 @@ from typing import Any
 
 import xxhash
 
-from titanlite.corpus.engine import STALL_SECONDS, EngineCall, count_progress_with
-from titanlite.corpus.extras import import_extra
+import titanlite
 from titanlite.errors import ConfigError, DataError, UserError
 from titanlite.files import parse_json
 from titanlite.log import logger, pluralize
+from titanlite_corpus.engine import STALL_SECONDS, EngineCall, count_progress_with
+from titanlite_corpus.extras import import_extra
 
 AGAIN = "then run the same command again: finished tasks are reused."
 CONNECT_SECONDS = 20.0
@@ -307,10 +308,12 @@ class _CommandContext:
 @lru_cache
 def describe_environment() -> dict[str, str]:
     """Versions that shards may depend on, and a hash of titanlite's own code that makes them."""
-    root, digest = Path(__file__).parents[1], xxhash.xxh3_64()
-    for folder in ("corpus", "data"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    digest = xxhash.xxh3_64()
+    for folder in (Path(__file__).parent, Path(titanlite.__file__).parent / "data"):
+        for path in sorted(folder.rglob("*.py")):
+            if "tests" not in path.parts:
+                name = f"{folder.name}/{path.relative_to(folder)}\0"
+                digest.update(name.encode() + path.read_bytes())
     versions = {"python": "{}.{}".format(*sys.version_info), "titanlite": digest.hexdigest()}
     for package in _PACKAGES:
         try:

@@ -15,12 +15,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import xxhash
 
-from titanlite.corpus.documents import TABLE_BYTES
-from titanlite.corpus.extras import import_extra
 from titanlite.data.text import Document, FileRange, ProblemHandler, ReadProblem, TextRules
 from titanlite.data.text_files import too_long_error
 from titanlite.data.urls import storage_errors
 from titanlite.errors import ConfigError, DataError, UserError
+from titanlite_corpus.documents import TABLE_BYTES
+from titanlite_corpus.extras import import_extra
 
 DATASETS_SCHEME = "datasets://"
 _ARGUMENTS = ("name", "split", "revision", "data_dir", "data_files")

@@ -20,7 +20,7 @@ from titanlite.threads import DeviceThread
 
 STALL_SECONDS = 600.0
 # imported once, not once per worker
-_PRELOADED = [__name__, "titanlite.corpus.documents", "titanlite.corpus.task", "titanlite.data"]
+_PRELOADED = [__name__, "titanlite_corpus.documents", "titanlite_corpus.task", "titanlite.data"]
 
 
 @dataclass(frozen=True)

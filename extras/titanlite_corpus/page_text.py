@@ -19,6 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
+import titanlite
+import titanlite_corpus
+
 MAX_DEPTH = 4096  # tags that are open at once; Chromium's parser stops at 512
 _CPU_SECONDS, _CPU_SECONDS_PER_MIB = 5, 3  # measured: at most 1.4 s for 1 MiB below MAX_DEPTH
 _MEMORY_BYTES = 4 << 30  # of address space
@@ -78,8 +81,10 @@ class _Extractor:
     def extract(self, content: bytes, charset: str) -> str:
         """The text of a page; raises PageError."""
         if self._process is None:
-            package = str(Path(__file__).parents[2])
-            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            # of this checkout: the environment may have another one installed
+            inits = (titanlite_corpus.__file__, titanlite.__file__)
+            paths = [str(Path(init).parents[1]) for init in inits]
+            paths += filter(None, [os.environ.get("PYTHONPATH")])
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

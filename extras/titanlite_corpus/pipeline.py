@@ -10,20 +10,26 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
-from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
-from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
-from titanlite.corpus.engine import LocalEngine, TaskEngine
-from titanlite.corpus.filters import filter_arguments, filter_documents
-from titanlite.corpus.hashing import hash_json
-from titanlite.corpus.packing.stage import plan_counting, plan_packing
-from titanlite.corpus.packing.windows import PackSettings
-from titanlite.corpus.publish import PublishedCorpus, SideShards, find_published, publish
-from titanlite.corpus.read import CorpusSource, plan_reading
-from titanlite.corpus.recipe import Recipe, RecipeFile
-from titanlite.corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
-from titanlite.corpus.sides import TRAIN, VALIDATION
-from titanlite.corpus.task import (
+from titanlite.data.manifest import ShardRecord
+from titanlite.data.shards import id_type_of
+from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.errors import ConfigError, DataError, UserError
+from titanlite.log import logger
+from titanlite.settings import raise_together
+from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder
+from titanlite_corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite_corpus.deduplicate import deduplicate, hash_benchmark_files
+from titanlite_corpus.engine import LocalEngine, TaskEngine
+from titanlite_corpus.filters import filter_arguments, filter_documents
+from titanlite_corpus.hashing import hash_json
+from titanlite_corpus.packing.stage import plan_counting, plan_packing
+from titanlite_corpus.packing.windows import PackSettings
+from titanlite_corpus.publish import PublishedCorpus, SideShards, find_published, publish
+from titanlite_corpus.read import CorpusSource, plan_reading
+from titanlite_corpus.recipe import Recipe, RecipeFile
+from titanlite_corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
+from titanlite_corpus.sides import TRAIN, VALIDATION
+from titanlite_corpus.task import (
     Counts,
     Task,
     TaskProgress,
@@ -31,13 +37,7 @@ from titanlite.corpus.task import (
     no_progress,
     readable_disk_errors,
 )
-from titanlite.corpus.tokenise import TokeniseSettings, plan_tokenising
-from titanlite.data.manifest import ShardRecord
-from titanlite.data.shards import id_type_of
-from titanlite.data.tokenizer import Tokenizer, open_tokenizer
-from titanlite.errors import ConfigError, DataError, UserError
-from titanlite.log import logger
-from titanlite.settings import raise_together
+from titanlite_corpus.tokenise import TokeniseSettings, plan_tokenising
 
 MIB = 1 << 20
 _FORMAT = 1  # part of every plan; increase it when the shards change

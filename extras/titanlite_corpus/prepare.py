@@ -17,9 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from titanlite.corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
-from titanlite.corpus.hashing import hash_json
-from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
 from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import (
@@ -33,6 +30,9 @@ from titanlite.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import pluralize
+from titanlite_corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
+from titanlite_corpus.hashing import hash_json
+from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change

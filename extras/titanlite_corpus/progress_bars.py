@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from titanlite.corpus.task import Counts, StageProgress
+from titanlite_corpus.task import Counts, StageProgress
 
 _LINE_SECONDS = 30.0  # between two lines of a stage, without a terminal
 

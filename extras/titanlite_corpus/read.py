@@ -9,16 +9,6 @@ from typing import Any, Literal
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.counts import SAMPLES, count_table, merge_counts, shorten_sample
-from titanlite.corpus.datasets_library import (
-    DATASETS_SCHEME,
-    list_dataset_ranges,
-    read_dataset_rows,
-)
-from titanlite.corpus.documents import TABLE_BYTES, TEXT, build_table, write_tables
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.task import Counts, Task
-from titanlite.corpus.web_pages import WEB_SUFFIXES, read_web_pages, require_web_extra
 from titanlite.data.text import (
     SUFFIXES,
     Document,
@@ -34,6 +24,16 @@ from titanlite.data.text import (
 from titanlite.data.tokenizer import well_formed
 from titanlite.errors import DataError
 from titanlite.settings import Positive
+from titanlite_corpus.counts import SAMPLES, count_table, merge_counts, shorten_sample
+from titanlite_corpus.datasets_library import (
+    DATASETS_SCHEME,
+    list_dataset_ranges,
+    read_dataset_rows,
+)
+from titanlite_corpus.documents import TABLE_BYTES, TEXT, build_table, write_tables
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.task import Counts, Task
+from titanlite_corpus.web_pages import WEB_SUFFIXES, read_web_pages, require_web_extra
 
 # Bytes of text per byte of a file, about; if a file has more, its task writes more tables
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from titanlite.corpus.deduplicate import DeduplicateConfig, check_deduplicate
-from titanlite.corpus.filters import FilterConfig, check_filter
-from titanlite.corpus.packing.stage import PackConfig
-from titanlite.corpus.read import CorpusSource, ReadConfig
-from titanlite.corpus.shuffle import ShuffleConfig
 from titanlite.errors import ConfigError
 from titanlite.settings import Positive, Range, build_dataclass, raise_together, read_toml
+from titanlite_corpus.deduplicate import DeduplicateConfig, check_deduplicate
+from titanlite_corpus.filters import FilterConfig, check_filter
+from titanlite_corpus.packing.stage import PackConfig
+from titanlite_corpus.read import CorpusSource, ReadConfig
+from titanlite_corpus.shuffle import ShuffleConfig
 
 WORK = ".work"  # folder of unfinished and reusable work, in `out`
 _KEY_LIST = "docs/reference/recipe.md"

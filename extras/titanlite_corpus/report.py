@@ -13,10 +13,10 @@ from typing import Any
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
 from titanlite.log import pluralize
-from titanlite.plots.html_page import html_bars, html_page, html_section, html_table
+from titanlite_lab.report.page import html_bars, html_page, html_section, html_table
 
 IN_COLOUR, OUT_COLOUR, REMOVED_COLOUR = "#b8bec6", "#2f6fb2", "#d1495b"
-Stages = Mapping[str, Mapping[str, Any]]  # name -> its counts (see titanlite/corpus/counts.py)
+Stages = Mapping[str, Mapping[str, Any]]  # name -> its counts (see counts.py)
 
 
 def write_corpus_report(stages: Stages, title: str, out: Path) -> None:

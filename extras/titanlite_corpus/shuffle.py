@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.hashing import find_key_range, mix64
-from titanlite.corpus.packing.stage import SHARD
-from titanlite.corpus.sides import TRAIN, VALIDATION
-from titanlite.corpus.task import Counts, Task
-from titanlite.corpus.token_chunks import gather_documents, list_chunks, write_chunk
 from titanlite.data.shards import ShardWriter
 from titanlite.settings import NotNegative
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.hashing import find_key_range, mix64
+from titanlite_corpus.packing.stage import SHARD
+from titanlite_corpus.sides import TRAIN, VALIDATION
+from titanlite_corpus.task import Counts, Task
+from titanlite_corpus.token_chunks import gather_documents, list_chunks, write_chunk
 
 _SIDES = {TRAIN: 0, VALIDATION: 1}
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titanlite.corpus.pipeline import CorpusResult
-from titanlite.corpus.task import Counts
 from titanlite.log import pluralize
+from titanlite_corpus.pipeline import CorpusResult
+from titanlite_corpus.task import Counts
 
 _SHOWN_RULES = 6  # of what removed most
 

@@ -22,13 +22,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlite.corpus.counts import merge_counts
-from titanlite.corpus.engine import EngineCall, TaskEngine
-from titanlite.corpus.hashing import hash_json
 from titanlite.data.manifest import hash_file
 from titanlite.errors import DataError
 from titanlite.files import fsync_folder, parse_json, write_file_atomically
 from titanlite.log import logger
+from titanlite_corpus.counts import merge_counts
+from titanlite_corpus.engine import EngineCall, TaskEngine
+from titanlite_corpus.hashing import hash_json
 
 RECORD = "done.json"  # written last in the folder of a task
 _UNCOMMITTED = ".uncommitted"  # folder for tasks that are being run

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
-from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
-from titanlite.corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
-from titanlite.corpus.task import Counts, Task
-from titanlite.corpus.token_chunks import write_chunk
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.errors import DataError
+from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
+from titanlite_corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite_corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
+from titanlite_corpus.task import Counts, Task
+from titanlite_corpus.token_chunks import write_chunk
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from titanlite.corpus.extras import import_extra
-from titanlite.corpus.page_text import PageError, extract_text
 from titanlite.data.text import (
     Document,
     FileRange,
@@ -23,6 +21,8 @@ from titanlite.data.text import (
 from titanlite.data.text_files import open_text_file, too_long_error
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
+from titanlite_corpus.extras import import_extra
+from titanlite_corpus.page_text import PageError, extract_text
 
 ARCHIVE_SUFFIXES = (".warc", ".warc.gz")
 WEB_SUFFIXES = (*ARCHIVE_SUFFIXES, ".html", ".htm")

@@ -1,1 +1,1 @@
-"""Plots of runs and of parallel layouts, drawn with matplotlib."""
+"""A look at runs: reports, comparison, pictures, scaling laws, check of muP, downstream tasks."""

@@ -12,8 +12,8 @@ import numpy as np
 from titanlite.errors import ConfigError, DataError
 from titanlite.log import pluralize
 from titanlite.metrics.sinks import METRICS_FILE
-from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
-from titanlite.plots.loss_curve import BLUE, RED, read_metrics, style_panel
+from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
+from titanlite_lab.loss_curve import BLUE, RED, read_metrics, style_panel
 
 _APPROXIMATE = ("loss", "grad_norm", "lr")  # must agree within the tolerance
 _EXACT = ("tokens", "samples")  # must be equal, else the runs read different batches

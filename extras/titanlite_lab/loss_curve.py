@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
-from titanlite.plots.figure import FAINT, GRID, INK, new_figure, save_figure
+from titanlite_lab.figure import FAINT, GRID, INK, new_figure, save_figure
 
 BLUE, RED = "#2f6fb2", "#d1495b"
 _TRAINING, _LR = BLUE, "#b9793a"

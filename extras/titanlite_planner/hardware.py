@@ -23,8 +23,8 @@ import torch
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
 from titanlite.metrics import peak_flops
-from titanlite.planning.cpu_rates import measure_rates
-from titanlite.planning.workload import MatmulPrecision
+from titanlite_planner.time.cpu_rates import measure_rates
+from titanlite_planner.workload import MatmulPrecision
 
 CPU = "CPU"  # the name of this machine
 PRECISIONS: tuple[MatmulPrecision, ...] = get_args(MatmulPrecision)
@@ -149,7 +149,7 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
         names = ", ".join([*tables["gpus"], *tables["machines"], CPU])
         raise ConfigError(
             f'"{name}" is neither a GPU nor a machine that is known.',
-            fix=f"Use one of: {names}; or describe it in a file, as in titanlite/planning/"
+            fix=f"Use one of: {names}; or describe it in a file, as in extras/titanlite_planner/"
             "hardware.toml.",
         )
     return _build_cluster(tables, machine_name, gpus)
@@ -207,7 +207,7 @@ def _published_peaks(device: str | None) -> dict[str, float]:
 @cache
 def _read_tables(hardware: Path | None) -> dict[str, Any]:
     """Tables of GPUs and of machines; those of the user replace ours of the same name."""
-    built_in = files("titanlite.planning").joinpath("hardware.toml").read_text(encoding="utf-8")
+    built_in = files("titanlite_planner").joinpath("hardware.toml").read_text(encoding="utf-8")
     tables = _flat_tables(parse_toml(built_in))
     if hardware is None:
         return tables
@@ -221,7 +221,7 @@ def _read_tables(hardware: Path | None) -> dict[str, Any]:
     if problems:
         raise ConfigError(
             f'Hardware file "{hardware}": {"; ".join(problems)}.',
-            fix="The comment at the top of titanlite/planning/hardware.toml lists the keys.",
+            fix="The comment at the top of extras/titanlite_planner/hardware.toml lists the keys.",
         )
     return merged
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts, optimizer_state_bytes
-from titanlite.planning.workload import (
+from titanlite_planner.workload import (
     Layout,
     MatmulPrecision,
     Numerics,

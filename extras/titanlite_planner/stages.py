@@ -13,7 +13,7 @@ from titanlite.parallelize.schedule import (
     assign_stages,
     build_schedule_order,
 )
-from titanlite.planning.workload import Layout, ScheduleActions, Workload
+from titanlite_planner.workload import Layout, ScheduleActions, Workload
 
 MAX_SIMULATED_ROUNDS = 3  # with more, as many micro-batches are in flight
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlite.planning.model_parts import (
+from titanlite_planner.dry_run.step_recorder import SCALAR_BYTES
+from titanlite_planner.memory.model_parts import (
     GroupBytes,
     ModelParts,
     ParameterShape,
     group_bytes,
     parts_of_shape,
 )
-from titanlite.planning.stages import StageParts, stage_ranks, stages_of
-from titanlite.planning.step_recorder import SCALAR_BYTES
-from titanlite.planning.workload import Layout, Workload
+from titanlite_planner.stages import StageParts, stage_ranks, stages_of
+from titanlite_planner.workload import Layout, Workload
 
 FP32, FP64, INT64 = 4, 8, 8
 ROUTER_SUMS = 3  # that a router sums besides the tokens of its experts

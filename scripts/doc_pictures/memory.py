@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from doc_pictures.canvas import FAINT, INK, save_png
 from titanlite.job import read_job
-from titanlite.planning.job_memory import estimate_job_memory
+from titanlite_planner.memory.job import estimate_job_memory
 
 RANKS = 8
 GIB = 2**30

@@ -10,8 +10,8 @@ from titanlite.job import read_job
 from titanlite.models.mup import BaseWidths, MupConfig, base_sizes, width_scales
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
-from titanlite.plots.loss_curve import style_panel
+from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
+from titanlite_lab.loss_curve import style_panel
 
 STEPS, SEQUENCES, TOKENS, LAST = 150, 8, 64, 20  # the loss is the mean over the last steps
 WIDTHS, LEARNING_RATES = (32, 64, 128), tuple(2.0**-n for n in (10, 9, 8, 7, 6, 5, 4))

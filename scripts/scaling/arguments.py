@@ -6,9 +6,9 @@ import argparse
 import math
 from pathlib import Path
 
-from titanlite.planning.scaling_files import StoredLaw, read_law
-from titanlite.planning.scaling_ladder import LadderSize
-from titanlite.planning.scaling_laws import published_law
+from titanlite_lab.scaling.files import StoredLaw, read_law
+from titanlite_lab.scaling.ladder import LadderSize
+from titanlite_lab.scaling.laws import published_law
 
 
 def positive(text: str) -> float:

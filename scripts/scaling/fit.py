@@ -10,14 +10,14 @@ from pathlib import Path
 from scaling.arguments import pair, positive_int
 from titanlite.errors import DataError
 from titanlite.metrics import METRICS_FILE
-from titanlite.planning import isoflop
-from titanlite.planning.scaling_files import TableColumns, read_table, write_law
-from titanlite.planning.scaling_fit import FIT_METHODS, FittedLaw, LossPoints, fit_law
-from titanlite.planning.scaling_laws import LAW_FIELDS, PARAMETER_COUNTS, ScalingLaw
-from titanlite.planning.scaling_runs import measure_run, points_of_runs
-from titanlite.plots.loss_curve import smooth
-from titanlite.plots.run_history import RunHistory, read_run
-from titanlite.plots.scaling_law import IsoFlopCurve, LawPicture, draw_scaling_law
+from titanlite_lab.loss_curve import smooth
+from titanlite_lab.report.history import RunHistory, read_run
+from titanlite_lab.scaling import isoflop
+from titanlite_lab.scaling.files import TableColumns, read_table, write_law
+from titanlite_lab.scaling.fit import FIT_METHODS, FittedLaw, LossPoints, fit_law
+from titanlite_lab.scaling.laws import LAW_FIELDS, PARAMETER_COUNTS, ScalingLaw
+from titanlite_lab.scaling.picture import IsoFlopCurve, LawPicture, draw_scaling_law
+from titanlite_lab.scaling.runs import measure_run, points_of_runs
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from scaling.arguments import numbers, sizes
 from titanlite.job import read_job
-from titanlite.planning.scaling_ladder import LadderGrid, plan_ladder, write_ladder
-from titanlite.planning.scaling_laws import PARAMETER_COUNTS
+from titanlite_lab.scaling.ladder import LadderGrid, plan_ladder, write_ladder
+from titanlite_lab.scaling.laws import PARAMETER_COUNTS
 
 
 def add_ladder_arguments(parser: argparse.ArgumentParser) -> None:

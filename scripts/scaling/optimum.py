@@ -10,9 +10,9 @@ import numpy as np
 
 from scaling.arguments import find_law, positive
 from titanlite.errors import ConfigError
-from titanlite.planning import scaling_laws
-from titanlite.planning.scaling_files import StoredLaw
-from titanlite.planning.scaling_laws import PARAMETER_COUNTS, Allocation, Demand, ScalingLaw
+from titanlite_lab.scaling import laws as scaling_laws
+from titanlite_lab.scaling.files import StoredLaw
+from titanlite_lab.scaling.laws import PARAMETER_COUNTS, Allocation, Demand, ScalingLaw
 
 SIZE_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0)  # of the optimum, in the table of over-trained models
 HOUR = 3600.0

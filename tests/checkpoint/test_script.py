@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from conftest import ROOT
 from scripts import checkpoint
 from tests.checkpoint.test_checkpointer import DAMAGE, save_two_steps
-from tests.conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
 
 

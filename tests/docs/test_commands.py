@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.docs.pages import code_blocks
 
 PAGES = (  # in the order in which a newcomer reads them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 
 DIAGRAMS = ("layers", "step", "commit", "watchdog", "memory", "schedules")  # the others run a job
 

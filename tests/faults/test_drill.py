@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+from conftest import ROOT
 
 
 def run_drill(tmp_path, run_toml, *options: str, job: tuple[str, ...] = ()) -> str:

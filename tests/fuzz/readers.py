@@ -12,15 +12,15 @@ import xxhash
 
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
-from titanlite.corpus.chat.encode import ChatEncoder
-from titanlite.corpus.chat.template import open_chat_template
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import find_files, list_file_ranges, read_documents
 from titanlite.generate import load_generator
 from titanlite.job import read_job
-from titanlite.plots.loss_curve import read_metrics
 from titanlite.runtime.start_log import last_step, read_starts
 from titanlite.storage import StorageFolder
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
+from titanlite_lab.loss_curve import read_metrics
 
 TEXT = "def f(x):\n    return 'é' * 3  # <|endoftext|> \0 日本\n"
 

@@ -15,9 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from conftest import ROOT
 from tests.checkpoint.test_untrusted import convert_to_format_2
-from tests.conftest import ROOT
-from tests.corpus.chats import CHATML
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
@@ -25,6 +24,7 @@ from tests.fuzz.readers import READERS, TEXT
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
 from titanlite.storage import StorageFolder
+from titanlite_corpus.tests.chats import CHATML
 
 CASES = 40  # of each reader in the suite
 STALL_SECONDS = 300  # limit for one file; CPU_SECONDS ends a child that computes

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from conftest import ROOT
 from scripts.drill.injector import FaultyEngine, Injector, NumericalFault
-from tests.conftest import ROOT
 
 
 def test_a_range_without_an_end_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.chat.render import TemplateProblem
-from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
-from titanlite.corpus.engine import report_progress
 from titanlite.data.packed import ID_MASK, UNTRAINED
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json
+from titanlite_corpus.chat.render import TemplateProblem
+from titanlite_corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
+from titanlite_corpus.engine import report_progress
 
 ENTRY_RANGE = 1 << 31  # entries are below it
 # What the tokenizers library strips: Unicode's White_Space, without Python's \x1c to \x1f

@@ -19,13 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titanlite.corpus.chat import render
-from titanlite.corpus.chat.render import ANCHOR, ANSWER, ANSWER_END, BREAK, TemplateProblem
-from titanlite.corpus.chat.template import Message, Segment, Tools
-from titanlite.corpus.hashing import hash_json
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
+from titanlite_corpus.chat import render
+from titanlite_corpus.chat.render import ANCHOR, ANSWER, ANSWER_END, BREAK, TemplateProblem
+from titanlite_corpus.chat.template import Message, Segment, Tools
+from titanlite_corpus.hashing import hash_json
 
 _MAX_BYTES = 4 << 20
 _VERSION = 2  # increase it when the same template gives other text or labels

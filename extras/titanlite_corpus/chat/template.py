@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from titanlite.corpus.chat.render import Message
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
+from titanlite_corpus.chat.render import Message
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT)  # of the built-in templates
@@ -109,7 +109,7 @@ def open_chat_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if name in TEMPLATES:
         template: ChatTemplate = TEMPLATES[name]()
     elif Path(name).suffix in (".json", ".jinja"):
-        from titanlite.corpus.chat.jinja import open_jinja_template  # needs an optional package
+        from titanlite_corpus.chat.jinja import open_jinja_template  # needs an optional package
 
         template = open_jinja_template(Path(name), tokenizer)
     else:

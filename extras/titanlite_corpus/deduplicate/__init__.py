@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from titanlite.corpus.deduplicate.benchmarks import hash_benchmark_files
-from titanlite.corpus.deduplicate.config import DeduplicateConfig, check_deduplicate
-from titanlite.corpus.deduplicate.minhash import match_probability
-from titanlite.corpus.deduplicate.plan import PartSizes, deduplicate
+from titanlite_corpus.deduplicate.benchmarks import hash_benchmark_files
+from titanlite_corpus.deduplicate.config import DeduplicateConfig, check_deduplicate
+from titanlite_corpus.deduplicate.minhash import match_probability
+from titanlite_corpus.deduplicate.plan import PartSizes, deduplicate
 
 __all__ = [
     "DeduplicateConfig",

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-from titanlite.corpus.deduplicate.config import list_benchmark_files
-from titanlite.corpus.deduplicate.words import hash_ngrams, hash_words
-from titanlite.corpus.engine import report_progress
 from titanlite.data.manifest import hash_file
 from titanlite.errors import DataError
 from titanlite.files import parse_json
+from titanlite_corpus.deduplicate.config import list_benchmark_files
+from titanlite_corpus.deduplicate.words import hash_ngrams, hash_words
+from titanlite_corpus.engine import report_progress
 
 _NGRAMS = "ngrams.npy"
 _FILTER_BITS = 24  # 16 MiB: fits into most caches; with 10^6 n-grams, 6 % of all others pass

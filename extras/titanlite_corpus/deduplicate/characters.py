@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from titanlite.corpus.hashing import mix64
+from titanlite_corpus.hashing import mix64
 
 SEPARATOR, LETTER, SINGLE, IGNORED = range(4)  # kinds of characters
 # SINGLE: a word of its own, in scripts without spaces. IGNORED: accents and format characters.

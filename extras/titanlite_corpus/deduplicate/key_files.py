@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.corpus.hashing import find_key_range
+from titanlite_corpus.hashing import find_key_range
 
 
 def write_keys(folder: Path, name: str, keys: np.ndarray, rows: np.ndarray) -> None:

@@ -10,16 +10,16 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import xxhash
 
-from titanlite.corpus.counts import (
+from titanlite_corpus.counts import (
     SAMPLES_KEY,
     choose_samples,
     count_tables,
     merge_counts,
     shorten_sample,
 )
-from titanlite.corpus.deduplicate.key_files import group_starts, read_matching, write_keys
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
-from titanlite.corpus.engine import report_progress
+from titanlite_corpus.deduplicate.key_files import group_starts, read_matching, write_keys
+from titanlite_corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
+from titanlite_corpus.engine import report_progress
 
 LINE = "line"
 _SEPARATORS = {"line": "\n", "paragraph": "\n\n"}

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from titanlite.corpus.deduplicate.key_files import (
+from titanlite_corpus.deduplicate.key_files import (
     count_kinds,
     group_starts,
     read_matching,
     write_keys,
 )
-from titanlite.corpus.deduplicate.minhash import band_keys, compute_signatures
-from titanlite.corpus.deduplicate.stars import (
+from titanlite_corpus.deduplicate.minhash import band_keys, compute_signatures
+from titanlite_corpus.deduplicate.stars import (
     connect,
     count_unsettled,
     in_both_directions,
@@ -23,9 +23,9 @@ from titanlite.corpus.deduplicate.stars import (
     small_star,
     sort_edges,
 )
-from titanlite.corpus.deduplicate.words import hash_ngrams, hash_words
-from titanlite.corpus.documents import TEXT, read_tables
-from titanlite.corpus.engine import report_progress
+from titanlite_corpus.deduplicate.words import hash_ngrams, hash_words
+from titanlite_corpus.documents import TEXT, read_tables
+from titanlite_corpus.engine import report_progress
 
 EXACT, NEAR = "exact", "near"
 _EDGES = "edges.npy"

@@ -18,8 +18,8 @@ from functools import cache
 
 import numpy as np
 
-from titanlite.corpus.deduplicate.words import HashedDocuments
-from titanlite.corpus.hashing import mix32, mix64
+from titanlite_corpus.deduplicate.words import HashedDocuments
+from titanlite_corpus.hashing import mix32, mix64
 
 _SEED = 1
 

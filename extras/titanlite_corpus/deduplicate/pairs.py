@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.counts import SAMPLES, SAMPLES_KEY, shorten_sample
-from titanlite.corpus.deduplicate.matching import EXACT, NEAR, read_edges
-from titanlite.corpus.deduplicate.minhash import compute_signatures
-from titanlite.corpus.deduplicate.words import HashedDocuments, hash_ngrams, hash_words
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.hashing import mix64
+from titanlite_corpus.counts import SAMPLES, SAMPLES_KEY, shorten_sample
+from titanlite_corpus.deduplicate.matching import EXACT, NEAR, read_edges
+from titanlite_corpus.deduplicate.minhash import compute_signatures
+from titanlite_corpus.deduplicate.words import HashedDocuments, hash_ngrams, hash_words
+from titanlite_corpus.documents import ORIGIN, TEXT, read_tables
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.hashing import mix64
 
 
 def compare_pairs(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from titanlite.corpus.deduplicate.benchmarks import hash_benchmark_files, write_benchmark_ngrams
-from titanlite.corpus.deduplicate.config import DeduplicateConfig
-from titanlite.corpus.deduplicate.lines import match_lines, remove_lines, write_line_keys
-from titanlite.corpus.deduplicate.matching import (
+from titanlite_corpus.deduplicate.benchmarks import hash_benchmark_files, write_benchmark_ngrams
+from titanlite_corpus.deduplicate.config import DeduplicateConfig
+from titanlite_corpus.deduplicate.lines import match_lines, remove_lines, write_line_keys
+from titanlite_corpus.deduplicate.matching import (
     apply_large_star,
     apply_small_star,
     connect_documents,
     match_documents,
     write_document_keys,
 )
-from titanlite.corpus.deduplicate.pairs import compare_pairs
-from titanlite.corpus.deduplicate.removal import remove_duplicates
-from titanlite.corpus.task import Counts, Task, TaskFunction
+from titanlite_corpus.deduplicate.pairs import compare_pairs
+from titanlite_corpus.deduplicate.removal import remove_duplicates
+from titanlite_corpus.task import Counts, Task, TaskFunction
 
 RunTasks = Callable[[Sequence[Task]], list[Counts]]
 

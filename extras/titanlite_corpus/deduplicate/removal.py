@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.counts import (
+from titanlite_corpus.counts import (
     SAMPLES_KEY,
     choose_samples,
     count_tables,
     merge_counts,
     shorten_sample,
 )
-from titanlite.corpus.deduplicate.benchmarks import BenchmarkIndex
-from titanlite.corpus.deduplicate.key_files import group_starts
-from titanlite.corpus.deduplicate.matching import EXACT, NEAR, read_edges
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
-from titanlite.corpus.engine import report_progress
+from titanlite_corpus.deduplicate.benchmarks import BenchmarkIndex
+from titanlite_corpus.deduplicate.key_files import group_starts
+from titanlite_corpus.deduplicate.matching import EXACT, NEAR, read_edges
+from titanlite_corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
+from titanlite_corpus.engine import report_progress
 
 BENCHMARK = "benchmark"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from titanlite.corpus.deduplicate.key_files import group_starts
+from titanlite_corpus.deduplicate.key_files import group_starts
 
 
 def sort_edges(edges: np.ndarray) -> np.ndarray:

@@ -16,14 +16,14 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from titanlite.corpus.deduplicate.characters import (
+from titanlite_corpus.deduplicate.characters import (
     IGNORED,
     LETTER,
     SEPARATOR,
     character_kinds,
     character_values,
 )
-from titanlite.corpus.hashing import mix64
+from titanlite_corpus.hashing import mix64
 
 _BLOCK_BYTES = 1 << 18  # of text hashed at once: its arrays fit into the L2 or L3 cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64

@@ -1,7 +1,7 @@
 """Filters: rules that remove documents or change their text, vectorised over many documents."""
 
-from titanlite.corpus.filters.apply import filter_documents, filter_table
-from titanlite.corpus.filters.config import (
+from titanlite_corpus.filters.apply import filter_documents, filter_table
+from titanlite_corpus.filters.config import (
     FilterConfig,
     check_filter,
     filter_arguments,

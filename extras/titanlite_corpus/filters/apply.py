@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from titanlite.corpus.counts import choose_samples, count_tables, merge_counts, shorten_sample
-from titanlite.corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, write_tables
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.filters.config import config_of_arguments, open_rules
-from titanlite.corpus.filters.rule import Rule, RuleResult
-from titanlite.corpus.filters.text_block import TextBlock, divide_into_blocks, to_numpy
+from titanlite_corpus.counts import choose_samples, count_tables, merge_counts, shorten_sample
+from titanlite_corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, write_tables
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.filters.config import config_of_arguments, open_rules
+from titanlite_corpus.filters.rule import Rule, RuleResult
+from titanlite_corpus.filters.text_block import TextBlock, divide_into_blocks, to_numpy
 
 NamedRules = Sequence[tuple[str, Rule]]
 

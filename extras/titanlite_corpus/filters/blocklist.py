@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from titanlite.corpus.filters.rule import Check, RuleResult, above
-from titanlite.corpus.filters.text_block import TextBlock, TextParts, to_numpy
 from titanlite.errors import ConfigError
 from titanlite.files import read_regular_file
 from titanlite.settings import NotNegative
+from titanlite_corpus.filters.rule import Check, RuleResult, above
+from titanlite_corpus.filters.text_block import TextBlock, TextParts, to_numpy
 
 # Scripts that do not separate words by spaces.
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff]")

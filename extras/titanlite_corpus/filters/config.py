@@ -9,19 +9,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titanlite.corpus.filters.blocklist import BlocklistConfig, BlocklistRule
-from titanlite.corpus.filters.c4 import C4Config, C4Rule
-from titanlite.corpus.filters.fineweb import FineWebConfig, FineWebRule
-from titanlite.corpus.filters.gopher import GopherQualityConfig, GopherQualityRule
-from titanlite.corpus.filters.language import LanguageConfig, LanguageRule
-from titanlite.corpus.filters.length import LengthConfig, LengthRule
-from titanlite.corpus.filters.personal_data import PersonalDataConfig, PersonalDataRule
-from titanlite.corpus.filters.repetition import GopherRepetitionConfig, GopherRepetitionRule
-from titanlite.corpus.filters.rule import Rule
-from titanlite.corpus.filters.user_function import UserFunctionRule, hash_module
 from titanlite.data.manifest import hash_file
 from titanlite.errors import ConfigError
 from titanlite.settings import build_dataclass, raise_together
+from titanlite_corpus.filters.blocklist import BlocklistConfig, BlocklistRule
+from titanlite_corpus.filters.c4 import C4Config, C4Rule
+from titanlite_corpus.filters.fineweb import FineWebConfig, FineWebRule
+from titanlite_corpus.filters.gopher import GopherQualityConfig, GopherQualityRule
+from titanlite_corpus.filters.language import LanguageConfig, LanguageRule
+from titanlite_corpus.filters.length import LengthConfig, LengthRule
+from titanlite_corpus.filters.personal_data import PersonalDataConfig, PersonalDataRule
+from titanlite_corpus.filters.repetition import GopherRepetitionConfig, GopherRepetitionRule
+from titanlite_corpus.filters.rule import Rule
+from titanlite_corpus.filters.user_function import UserFunctionRule, hash_module
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from titanlite.corpus.filters.rule import RuleResult, above, below
-from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.settings import Fraction, NotNegative
+from titanlite_corpus.filters.rule import RuleResult, above, below
+from titanlite_corpus.filters.text_block import TextBlock
 
 # Characters that end a sentence, in all scripts: the property Sentence_Terminal of Unicode 16
 # (https://www.unicode.org/Public/16.0.0/ucd/PropList.txt), as code points and ranges of them.

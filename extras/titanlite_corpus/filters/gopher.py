@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-from titanlite.corpus.filters.rule import Check, RuleResult, above, below
-from titanlite.corpus.filters.text_block import TextBlock, TextParts, number_distinct, to_numpy
 from titanlite.settings import Fraction, NotNegative
+from titanlite_corpus.filters.rule import Check, RuleResult, above, below
+from titanlite_corpus.filters.text_block import TextBlock, TextParts, number_distinct, to_numpy
 
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")

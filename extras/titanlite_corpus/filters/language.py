@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.extras import import_extra
-from titanlite.corpus.filters.rule import Check, RuleResult
-from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.errors import ConfigError
 from titanlite.settings import Fraction, Positive
+from titanlite_corpus.extras import import_extra
+from titanlite_corpus.filters.rule import Check, RuleResult
+from titanlite_corpus.filters.text_block import TextBlock
 
 
 @dataclass(frozen=True)

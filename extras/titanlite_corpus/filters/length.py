@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.corpus.filters.rule import RuleResult, above, below
-from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.settings import NotNegative
+from titanlite_corpus.filters.rule import RuleResult, above, below
+from titanlite_corpus.filters.text_block import TextBlock
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.filters.rule import RuleResult, TextChange
-from titanlite.corpus.filters.text_block import TextBlock, to_numpy
 from titanlite.errors import ConfigError
+from titanlite_corpus.filters.rule import RuleResult, TextChange
+from titanlite_corpus.filters.text_block import TextBlock, to_numpy
 
 _CONTEXT = 80  # characters of a sample, on both sides of a placeholder
 # One search of RE2 is linear in the text, but a search ends only when an earlier match has become

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titanlite.corpus.filters.rule import Check, RuleResult, above
-from titanlite.corpus.filters.text_block import (
+from titanlite.errors import ConfigError
+from titanlite.settings import Fraction
+from titanlite_corpus.filters.rule import Check, RuleResult, above
+from titanlite_corpus.filters.text_block import (
     TextBlock,
     TextParts,
     is_repeated,
     number_distinct,
 )
-from titanlite.errors import ConfigError
-from titanlite.settings import Fraction
 
 TOP_SIZES = (2, 3, 4)  # of n-grams whose most frequent one is counted
 REPEATED_SIZES = (5, 6, 7, 8, 9, 10)  # of n-grams that are all counted

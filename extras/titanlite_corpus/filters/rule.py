@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanlite.corpus.filters.text_block import TextBlock
+from titanlite_corpus.filters.text_block import TextBlock
 
 
 @dataclass(frozen=True)

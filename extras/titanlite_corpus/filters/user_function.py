@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.engine import report_progress
-from titanlite.corpus.filters.rule import Check, RuleResult, TextChange
-from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.data.manifest import hash_file
 from titanlite.errors import ConfigError
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.filters.rule import Check, RuleResult, TextChange
+from titanlite_corpus.filters.text_block import TextBlock
 
 UserFunction = Callable[[str], "bool | str"]
 

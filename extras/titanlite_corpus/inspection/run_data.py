@@ -8,13 +8,13 @@ from pathlib import Path
 
 from titanlite.data import SampleStream
 from titanlite.errors import ConfigError, DataError
-from titanlite.inspection.run_steps import ConsumedBatch, read_progress
-from titanlite.inspection.samples import SampleRecord, describe_positions
 from titanlite.job import JobConfig
 from titanlite.job.config import MOVED, complete_table
 from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config, raise_together
+from titanlite_corpus.inspection.run_steps import ConsumedBatch, read_progress
+from titanlite_corpus.inspection.samples import SampleRecord, describe_positions
 
 
 @dataclass(frozen=True)

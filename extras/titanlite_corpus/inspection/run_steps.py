@@ -18,9 +18,9 @@ from titanlite.data import PositionWindow, next_start
 from titanlite.errors import CheckpointError, DataError
 from titanlite.job import JobConfig
 from titanlite.metrics import METRICS_FILE
-from titanlite.plots.loss_curve import Record, read_metrics
 from titanlite.training import build_batch_schedule
 from titanlite.training.rollback import RollbackHistory, RollbackTry, Trouble
+from titanlite_lab.loss_curve import Record, read_metrics
 
 DATA_PROPERTIES = ("debug.seed", "training.seq_len", "data.tokenizer", "data.bos", "data.sources")
 

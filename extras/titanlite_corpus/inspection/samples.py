@@ -16,8 +16,8 @@ from titanlite.data.remote_shards import open_shards
 from titanlite.data.urls import is_data_url
 from titanlite.errors import DataError, printable
 from titanlite.files import parse_json, read_regular_file
-from titanlite.inspection.documents import CorpusDocuments
-from titanlite.inspection.search import search_corpus
+from titanlite_corpus.inspection.documents import CorpusDocuments
+from titanlite_corpus.inspection.search import search_corpus
 
 MEGATRON = "megatron"  # the data format whose files record where documents are
 DEFAULT_SEQ_LEN = 2048  # of samples of a corpus that is not packed

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shard
-from titanlite.corpus.task import Counts, Task
-from titanlite.corpus.token_chunks import TokenChunk
 from titanlite.settings import Positive
+from titanlite_corpus.packing.windows import PackSettings, count_truncated, pack_shard
+from titanlite_corpus.task import Counts, Task
+from titanlite_corpus.token_chunks import TokenChunk
 
 SHARD = "shard"  # prefix of the files of a shard, before and after packing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.conftest import ROOT
+from conftest import ROOT
 
 LLAMA3_TOKENS = (
     "<|begin_of_text|>",

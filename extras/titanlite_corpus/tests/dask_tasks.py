@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from titanlite.corpus.engine import report_progress
 from titanlite.errors import DataError, UserErrors
+from titanlite_corpus.engine import report_progress
 
 
 def word_of_a_dead_worker(out: Path, inputs: list[Path], arguments: dict) -> dict:

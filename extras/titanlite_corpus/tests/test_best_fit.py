@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titanlite.corpus.packing.best_fit import pack_best_fit
+from titanlite_corpus.packing.best_fit import pack_best_fit
 
 
 def place_one_by_one(lengths: np.ndarray, capacity: int) -> list[int]:

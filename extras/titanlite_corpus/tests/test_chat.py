@@ -8,7 +8,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tests.corpus.chats import (
+from titanlite.data import open_tokenizer
+from titanlite.data.packed import ID_MASK, UNTRAINED
+from titanlite.data.text import list_file_ranges, read_located_documents
+from titanlite.errors import DataError
+from titanlite_corpus.chat import jinja
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
+from titanlite_corpus.read import CorpusSource, ReadConfig, _text_rules
+from titanlite_corpus.tests.chats import (
     CHATML,
     CHATS,
     EOS_TURNS,
@@ -18,14 +26,6 @@ from tests.corpus.chats import (
     turns,
     write_tokenizer,
 )
-from titanlite.corpus.chat import jinja
-from titanlite.corpus.chat.encode import ChatEncoder
-from titanlite.corpus.chat.template import open_chat_template
-from titanlite.corpus.read import CorpusSource, ReadConfig, _text_rules
-from titanlite.data import open_tokenizer
-from titanlite.data.packed import ID_MASK, UNTRAINED
-from titanlite.data.text import list_file_ranges, read_located_documents
-from titanlite.errors import DataError
 
 
 @pytest.fixture(scope="module")

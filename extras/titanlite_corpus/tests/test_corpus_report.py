@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from titanlite.corpus.counts import merge_counts
-from titanlite.corpus.documents import build_table
-from titanlite.corpus.filters import FilterConfig, filter_table, open_rules
 from titanlite.errors import DataError
-from titanlite.plots.corpus_report import render_corpus_report, write_corpus_report
+from titanlite_corpus.counts import merge_counts
+from titanlite_corpus.documents import build_table
+from titanlite_corpus.filters import FilterConfig, filter_table, open_rules
+from titanlite_corpus.report import render_corpus_report, write_corpus_report
 
 EVIL = "<script>alert(1)</script> \" ' & </pre><img src=x onerror=alert(2)>"
 

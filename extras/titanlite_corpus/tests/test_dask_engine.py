@@ -11,28 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.dask_tasks import (
+from titanlite.errors import ConfigError, DataError, UserErrors, format_error
+from titanlite_corpus.dask_engine import DaskEngine, describe_environment
+from titanlite_corpus.engine import EngineCall
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.task import Task, run_tasks
+from titanlite_corpus.tests.dask_tasks import (
     kill_worker,
     refuse,
     run_until_cancelled,
     word_of_a_dead_worker,
 )
-from tests.corpus.test_prepare import group_exists, wait_until
-from tests.corpus.test_recipe import (  # noqa: F401  # fixtures
+from titanlite_corpus.tests.test_prepare import group_exists, wait_until
+from titanlite_corpus.tests.test_recipe import (  # noqa: F401  # fixtures
     ONE,
     no_fsync,
     shards_in,
     write_recipe,
 )
-from titanlite.corpus.dask_engine import DaskEngine, describe_environment
-from titanlite.corpus.engine import EngineCall
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import load_recipe
-from titanlite.corpus.task import Task, run_tasks
-from titanlite.errors import ConfigError, DataError, UserErrors, format_error
 
 pytest.importorskip("distributed")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SETTINGS = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -159,7 +159,7 @@ def test_machines_without_a_common_folder_are_refused(cluster, tmp_path, monkeyp
 
 def test_workers_with_other_code_are_refused(cluster, tmp_path, monkeypatch):
     other = {**describe_environment(), "titanlite": "0123"}
-    monkeypatch.setattr("titanlite.corpus.dask_engine.describe_environment", lambda: other)
+    monkeypatch.setattr("titanlite_corpus.dask_engine.describe_environment", lambda: other)
     with (
         DaskEngine(str(cluster.file), tmp_path) as engine,
         pytest.raises(ConfigError, match="has titanlite .*, the command 0123"),
@@ -179,7 +179,7 @@ def test_other_versions_of_dask_are_refused(cluster, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nonsense", "no.json"])
 def test_a_scheduler_that_is_not_there_is_refused(address, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlite.corpus.dask_engine.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("titanlite_corpus.dask_engine.CONNECT_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=f"--engine-address {address}"):
         DaskEngine(address, tmp_path).__enter__()
 

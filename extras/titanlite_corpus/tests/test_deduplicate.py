@@ -15,28 +15,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from titanlite.corpus.deduplicate import (
+from titanlite.errors import DataError
+from titanlite_corpus.deduplicate import (
     DeduplicateConfig,
     PartSizes,
     check_deduplicate,
     deduplicate,
     match_probability,
 )
-from titanlite.corpus.deduplicate.minhash import band_keys, compute_signatures
-from titanlite.corpus.deduplicate.stars import (
+from titanlite_corpus.deduplicate.minhash import band_keys, compute_signatures
+from titanlite_corpus.deduplicate.stars import (
     connect,
     count_unsettled,
     in_both_directions,
     large_star,
     small_star,
 )
-from titanlite.corpus.deduplicate.words import HashedDocuments, hash_ngrams, hash_words
-from titanlite.corpus.documents import build_table, read_tables, write_tables
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.task import RECORD, Task, run_tasks
-from titanlite.errors import DataError
+from titanlite_corpus.deduplicate.words import HashedDocuments, hash_ngrams, hash_words
+from titanlite_corpus.documents import build_table, read_tables, write_tables
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.task import RECORD, Task, run_tasks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL_PARTS = PartSizes(keys=40, edges=30, lines=50)
 PROSE = [path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))]
 

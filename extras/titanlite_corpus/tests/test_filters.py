@@ -13,12 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.docs.pages import code_blocks
-from titanlite.corpus.counts import SAMPLE_CHARACTERS, SAMPLES, count_tables, merge_counts
-from titanlite.corpus.documents import build_table, read_tables, write_tables
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.filters import (
+from titanlite.errors import UserError
+from titanlite.files import parse_toml
+from titanlite.settings import build_dataclass
+from titanlite_corpus.counts import SAMPLE_CHARACTERS, SAMPLES, count_tables, merge_counts
+from titanlite_corpus.documents import build_table, read_tables, write_tables
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.filters import (
     FilterConfig,
     filter_arguments,
     filter_documents,
@@ -27,12 +30,9 @@ from titanlite.corpus.filters import (
     open_rules,
     text_block,
 )
-from titanlite.corpus.filters.repetition import REPEATED_SIZES, TOP_SIZES, find_repeated_ngrams
-from titanlite.corpus.filters.text_block import TextBlock
-from titanlite.corpus.task import Task, run_tasks
-from titanlite.errors import UserError
-from titanlite.files import parse_toml
-from titanlite.settings import build_dataclass
+from titanlite_corpus.filters.repetition import REPEATED_SIZES, TOP_SIZES, find_repeated_ngrams
+from titanlite_corpus.filters.text_block import TextBlock
+from titanlite_corpus.task import Task, run_tasks
 
 # 60 distinct words without digits or punctuation, with two stop words
 WORDS = ["the", "of", *[f"{a}{b}ord" for a in "bcdfghjklm" for b in "aeiouy"][:58]]
@@ -455,7 +455,7 @@ def test_the_task_writes_what_is_kept(tmp_path):
 def test_progress_is_reported_within_a_table(monkeypatch):
     """Otherwise a task that is cancelled or hangs is noticed only after a table of 64 MB."""
     reports = []
-    monkeypatch.setattr("titanlite.corpus.engine._count_progress", lambda: reports.append(1))
+    monkeypatch.setattr("titanlite_corpus.engine._count_progress", lambda: reports.append(1))
     monkeypatch.setattr(text_block, "BLOCK_BYTES", 2 * len(GOOD))
     apply([GOOD] * 10, ["length"])
     assert len(reports) == 5

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.corpus.chats import CHATS, write_chats, write_tokenizer
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.pipeline import CorpusResult, make_corpus
-from titanlite.corpus.recipe import load_recipe
 from titanlite.data import SourceConfig, open_sample_stream, open_tokenizer, open_validation
 from titanlite.errors import UserError
 from titanlite.kernels.backend import set_attention_kernel
 from titanlite.kernels.documents import document_positions, index_documents
 from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
 from titanlite.training.validation import _count_bytes
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.pipeline import CorpusResult, make_corpus
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.tests.chats import CHATS, write_chats, write_tokenizer
 
 SEQ_LEN = 192
 
@@ -53,7 +53,7 @@ def reference_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
     """(summed loss of the answers' tokens, their number) of transformers, one conversation each."""
     from transformers import PreTrainedTokenizerFast
 
-    from tests.corpus.test_chat import MARKED_LLAMA3
+    from titanlite_corpus.tests.test_chat import MARKED_LLAMA3
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|begin_of_text|>"

@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.checkpoint.manifest import CheckpointManifest, write_checkpoint_manifest
 from titanlite.data import BatchDump, open_tokenizer
 from titanlite.data.manifest import write_corpus_manifest
@@ -18,10 +18,10 @@ from titanlite.data.packed import BEGINS, UNTRAINED, EntryWriter, describe_shard
 from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import DataError, format_error, printable
-from titanlite.inspection.documents import CorpusDocuments
-from titanlite.inspection.run_data import open_run_data
-from titanlite.inspection.samples import format_sample
 from titanlite.storage import StorageFolder
+from titanlite_corpus.inspection.documents import CorpusDocuments
+from titanlite_corpus.inspection.run_data import open_run_data
+from titanlite_corpus.inspection.samples import format_sample
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_the_batch_that_a_guard_dumped_is_shown(inspect, started_run, tmp_path):
 
 
 def test_a_text_is_found_in_each_document_that_has_it(inspect, corpus, started_run, monkeypatch):
-    monkeypatch.setattr("titanlite.inspection.search._CHUNK_IDS", 1000)  # matches across chunks
+    monkeypatch.setattr("titanlite_corpus.inspection.search._CHUNK_IDS", 1000)
     wanted, path = "from __future__ import annotations", corpus / "train"
     texts = [bytes(ids[:-1].tolist()).decode() for ids in documents_of(str(path))]
     expected = [n for n, text in enumerate(texts) for _ in range(text.count(wanted))]

@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shard
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import load_recipe
-from titanlite.corpus.summary import summarise_corpus
 from titanlite.data import (
     SampleStream,
     ShardWriter,
@@ -32,6 +27,11 @@ from titanlite.kernels.backend import set_attention_kernel
 from titanlite.kernels.documents import document_positions, index_documents
 from titanlite.labels import DOCUMENT_END, IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.packing.windows import PackSettings, count_truncated, pack_shard
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.summary import summarise_corpus
 
 SEQ_LEN, PADDING, DOCUMENTS = 32, 0, 300
 END = 1  # an id that ends no document here

@@ -19,16 +19,16 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 from tests.data.test_tokenizer import write_tokenizer_json
-from titanlite.corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
 from titanlite.data.parquet_text import _refuse_expansion
 from titanlite.data.text import find_files, list_file_ranges, read_documents
 from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
+from titanlite_corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BYTES = open_tokenizer("bytes")
 PIECE_BYTES = 4000
 
@@ -129,7 +129,7 @@ def test_a_file_split_anywhere_gives_each_document_once(inputs, limit):
 PREPARE_SLOWLY = """
 import sys, time
 from titanlite.data import open_tokenizer
-from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 
 if __name__ == "__main__":
     inputs, out, workers = sys.argv[1:]
@@ -178,7 +178,7 @@ def test_the_piece_of_a_changed_input_is_not_reused(tmp_path):
 PREPARE_A_PIPE = """
 import os, sys
 from titanlite.data import open_tokenizer
-from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.errors import UserError, format_error
 
 def replace_last_input(done, total):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from titanlite.corpus import progress_bars
-from titanlite.corpus.progress_bars import StageBars
-from titanlite.corpus.task import StageProgress
+from titanlite_corpus import progress_bars
+from titanlite_corpus.progress_bars import StageBars
+from titanlite_corpus.task import StageProgress
 
 
 def test_lines_do_not_follow_each_other_after_a_slow_task(monkeypatch, capsys):

@@ -15,16 +15,22 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from benchmarks import synthetic_corpus
-from tests.conftest import HANG_SECONDS
-from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.publish import _write_published
-from titanlite.corpus.recipe import load_recipe
-from titanlite.corpus.shuffle import document_keys
+from conftest import HANG_SECONDS
 from titanlite.errors import ConfigError, DataError, UserError, format_error
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.publish import _write_published
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.shuffle import document_keys
+from titanlite_corpus.tests.test_prepare import (
+    content_of,
+    documents_in,
+    group_exists,
+    texts,
+    wait_until,
+)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ONE = LocalEngine(workers=1)
 
 
@@ -72,7 +78,7 @@ def shards_in(out: Path) -> dict[str, bytes]:
 
 def set_table_bytes(monkeypatch, size: int = 5000) -> None:
     """Make tables small, so that there are several tasks."""
-    monkeypatch.setattr("titanlite.corpus.read.TABLE_BYTES", size)
+    monkeypatch.setattr("titanlite_corpus.read.TABLE_BYTES", size)
 
 
 def test_every_document_is_in_one_shard_once_in_an_order_of_the_seed(
@@ -106,9 +112,9 @@ def test_shards_are_divided_by_size_without_changing_the_order(write_recipe, tmp
     make_corpus(load_recipe(write_recipe("whole")), ONE)
     for more in ("[shuffle]", ""):
         make_corpus(load_recipe(write_recipe(f"whole{len(more)}", more)), ONE)
-        monkeypatch.setattr("titanlite.corpus.pipeline.MIB", 4000)
+        monkeypatch.setattr("titanlite_corpus.pipeline.MIB", 4000)
         result = make_corpus(load_recipe(write_recipe(f"parts{len(more)}", more, shard_mib=1)), ONE)
-        monkeypatch.setattr("titanlite.corpus.pipeline.MIB", 1 << 20)
+        monkeypatch.setattr("titanlite_corpus.pipeline.MIB", 1 << 20)
         assert result.published.sides[0].shards > 3
         whole, parts = (tmp_path / f"{name}{len(more)}/web/train" for name in ("whole", "parts"))
         assert documents_in(parts) == documents_in(whole)
@@ -130,13 +136,13 @@ def test_keys_order_documents_evenly():
 RUN = """
 import os, sys, time
 from pathlib import Path
-import titanlite.corpus.read
+import titanlite_corpus.read
 os.fsync = lambda descriptor: None
-titanlite.corpus.read.TABLE_BYTES = 5000
+titanlite_corpus.read.TABLE_BYTES = 5000
 from benchmarks import synthetic_corpus
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import load_recipe
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.recipe import load_recipe
 from titanlite.errors import UserError, format_error
 recipe, workers, pattern, count = sys.argv[1:]
 def wait(update):
@@ -268,8 +274,8 @@ def test_a_kill_while_shards_are_published_is_completed(write_recipe, tmp_path, 
         (kill_after_steps if record.complete else lambda real: real)(_write_published)(out, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr("titanlite.corpus.publish.os.rename", kill_after_steps(os.rename))
-        patch.setattr("titanlite.corpus.publish._write_published", write_record)
+        patch.setattr("titanlite_corpus.publish.os.rename", kill_after_steps(os.rename))
+        patch.setattr("titanlite_corpus.publish._write_published", write_record)
         with pytest.raises(Killed):
             make_corpus(recipe, ONE)
     assert not json.loads((tmp_path / "out/corpus.json").read_text())["complete"]

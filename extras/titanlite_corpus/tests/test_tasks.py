@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.corpus.documents import build_table, read_tables, text_bytes, write_tables
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.task import Task, WorkFolder, execute_task, remove_other_work, run_tasks
 from titanlite.errors import DataError
+from titanlite_corpus.documents import build_table, read_tables, text_bytes, write_tables
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.task import Task, WorkFolder, execute_task, remove_other_work, run_tasks
 
 ONE = LocalEngine(workers=1)
 
@@ -108,7 +108,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, number):
 def test_a_task_that_two_processes_run_is_committed_once(plan, tmp_path, monkeypatch):
     (task, *_), work = plan(), tmp_path / "work"
     with monkeypatch.context() as patch:  # both begin before one is finished
-        patch.setattr("titanlite.corpus.task.read_counts", lambda folder: None)
+        patch.setattr("titanlite_corpus.task.read_counts", lambda folder: None)
         for _ in range(2):
             assert execute_task(task, str(work))["words"] == 1
     assert ran(tmp_path) == ["a", "a"]

@@ -12,12 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from titanlite.corpus.datasets_library import list_dataset_ranges, read_dataset_rows
-from titanlite.corpus.read import CorpusSource, ReadConfig, plan_reading
-from titanlite.corpus.web_pages import read_web_pages
 from titanlite.data.text import Document, ReadProblem, TextRules, describe_file
 from titanlite.data.urls import StorageError
 from titanlite.errors import ConfigError, DataError
+from titanlite_corpus.datasets_library import list_dataset_ranges, read_dataset_rows
+from titanlite_corpus.read import CorpusSource, ReadConfig, plan_reading
+from titanlite_corpus.web_pages import read_web_pages
 
 PAGE = """<html><head><title>Title</title></head><body><nav><a href="/">Home</a></nav><main>
 <p>{} A paragraph of text that is long enough for a page, with an umlaut: {}.</p>

@@ -22,16 +22,16 @@ from titanlite.errors import (
     UserError,
     format_error,
 )
-from titanlite.evaluation.background import run_in_background
-from titanlite.evaluation.results import EvaluationResult
-from titanlite.evaluation.run_tasks import (
+from titanlite.files import write_file_atomically
+from titanlite_lab.evaluation.background import run_in_background
+from titanlite_lab.evaluation.results import EvaluationResult
+from titanlite_lab.evaluation.run_tasks import (
     TAG,
     EvaluationSettings,
     evaluate_model,
     load_tasks,
     shipped_tasks,
 )
-from titanlite.files import write_file_atomically
 
 DTYPES_OF_WEIGHTS = ("float32", "bfloat16", "float16")
 DESCRIPTION = """Evaluate a checkpoint on downstream tasks, with lm-eval.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
-from titanlite.plots.loss_curve import style_panel
+from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
+from titanlite_lab.loss_curve import style_panel
 
 _COLOURS = ("#2f6fb2", "#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a")
 

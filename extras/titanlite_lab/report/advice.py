@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from titanlite.log import pluralize
-from titanlite.plots.html_chart import format_number
-from titanlite.plots.loss_curve import smooth
-from titanlite.plots.run_history import RunHistory, finite_median
+from titanlite_lab.loss_curve import smooth
+from titanlite_lab.report.chart import format_number
+from titanlite_lab.report.history import RunHistory, finite_median
 
 MAX_DATA_FRACTION = 0.05  # of a step spent waiting for its batch
 MAX_SAVING_FRACTION = 0.03  # of the wall time

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
-from titanlite.plots.report_style import SCRIPT, STYLE
+from titanlite_lab.report.style import SCRIPT, STYLE
 
 
 def html_page(title: str, sections: Iterable[str]) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from titanlite.errors import ConfigError
-from titanlite.plots.html_chart import Chart, ChartLine, ChartMarker, format_number
-from titanlite.plots.html_page import html_page, html_section, html_table
-from titanlite.plots.loss_curve import smooth
-from titanlite.plots.run_advice import advise
-from titanlite.plots.run_history import RunHistory, finite_median, read_runs
+from titanlite_lab.loss_curve import smooth
+from titanlite_lab.report.advice import advise
+from titanlite_lab.report.chart import Chart, ChartLine, ChartMarker, format_number
+from titanlite_lab.report.history import RunHistory, finite_median, read_runs
+from titanlite_lab.report.page import html_page, html_section, html_table
 
 COLOURS = ("#2f6fb2", "#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a", "#7a7f87")
 VALIDATION_COLOURS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00")  # in the report of one run

@@ -14,9 +14,9 @@ import numpy as np
 
 from titanlite.errors import ConfigError, DataError
 from titanlite.files import parse_json, read_regular_file
-from titanlite.planning.scaling_fit import FittedLaw, LossPoints
-from titanlite.planning.scaling_laws import FLOPS_PER_PARAMETER, LAW_FIELDS, ScalingLaw
 from titanlite.settings import raise_together
+from titanlite_lab.scaling.fit import FittedLaw, LossPoints
+from titanlite_lab.scaling.laws import FLOPS_PER_PARAMETER, LAW_FIELDS, ScalingLaw
 
 STORED_SAMPLES = 500  # bootstraps in the file of a law
 MAX_TABLE_BYTES = 64 << 20

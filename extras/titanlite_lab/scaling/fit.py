@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 
 from titanlite.errors import DataError
-from titanlite.planning.log_sum_exp_fit import MAX_EXPONENT, MIN_EXPONENT, LogSumExpProblem
-from titanlite.planning.projection_fit import ProjectionProblem
-from titanlite.planning.scaling_laws import FLOPS_PER_PARAMETER, LAW_FIELDS, ScalingLaw
 from titanlite.settings import raise_together
+from titanlite_lab.scaling.laws import FLOPS_PER_PARAMETER, LAW_FIELDS, ScalingLaw
+from titanlite_lab.scaling.log_sum_exp_fit import MAX_EXPONENT, MIN_EXPONENT, LogSumExpProblem
+from titanlite_lab.scaling.projection_fit import ProjectionProblem
 
 FitMethod = Literal["huber", "projection", "kaplan"]
 FIT_METHODS: dict[FitMethod, str] = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.planning.scaling_fit import LossPoints
-from titanlite.planning.scaling_laws import FLOPS_PER_PARAMETER, ScalingLaw
+from titanlite_lab.scaling.fit import LossPoints
+from titanlite_lab.scaling.laws import FLOPS_PER_PARAMETER, ScalingLaw
 
 BUDGET_RATIO = 1.1  # FLOPs up to this factor from the middle of a budget count as its own
 MIN_SIZES = 5  # on a parabola: through three it always passes

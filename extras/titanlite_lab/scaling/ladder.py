@@ -14,9 +14,9 @@ from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.models import ModelSizes
 from titanlite.optim.lr_schedule import DEFAULT_WARMUP_STEPS
-from titanlite.planning.scaling_laws import FLOPS_PER_PARAMETER
-from titanlite.planning.scaling_runs import count_parameters_by_kind
 from titanlite.settings import raise_together
+from titanlite_lab.scaling.laws import FLOPS_PER_PARAMETER
+from titanlite_lab.scaling.runs import count_parameters_by_kind
 
 MIN_STEPS = 20  # of a run: with less, its batch is too large for its tokens
 MAX_WARMUP = 0.1  # of a run's schedule

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
-from titanlite.plots.loss_curve import BLUE, RED, style_panel
+from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
+from titanlite_lab.loss_curve import BLUE, RED, style_panel
 
 _GREEN = "#3c8d5a"
 _MAX_CURVES = 8  # sizes, and budgets, that are drawn as curves

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from titanlite.planning.log_sum_exp_fit import MAX_EXPONENT, MIN_EXPONENT
+from titanlite_lab.scaling.log_sum_exp_fit import MAX_EXPONENT, MIN_EXPONENT
 
 _GRID = np.geomspace(0.02, 2.0, 16)  # exponents that the search starts from
 _STARTS = 8  # the best points of the grid, from which it continues

@@ -13,8 +13,8 @@ from titanlite.errors import DataError
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.counts import count_blocks
 from titanlite.models.spec import ModelConfig
-from titanlite.planning.scaling_fit import LossPoints
 from titanlite.settings import raise_together
+from titanlite_lab.scaling.fit import LossPoints
 
 _FINAL_PART = 0.1  # of a run, over which the training loss is averaged
 

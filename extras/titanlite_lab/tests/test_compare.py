@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from titanlite.errors import ConfigError, DataError
-from titanlite.plots.compare import compare_runs, draw_comparison, format_comparison, verdict
+from titanlite_lab.compare import compare_runs, draw_comparison, format_comparison, verdict
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEPS = range(1, 101)
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.errors import ConfigError
 from titanlite.job import read_job
 from titanlite.optim import OPTIMIZERS
-from titanlite.planning.coordinate_check import CoordinateCheck, measure_widths
+from titanlite_lab.mup.check import CoordinateCheck, measure_widths
 
 MODEL = [
     *("--model.n_layers=1", "--model.dim=32", "--model.n_heads=2", "--model.n_kv_heads=1"),

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint import read_checkpoint_manifest, read_saved_model, to_hugging_face
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.errors import ConfigError, DataError
-from titanlite.evaluation.command import run_command
-from titanlite.evaluation.results import scores_of_tasks
-from titanlite.evaluation.run_tasks import TASK_SET, EvaluationSettings, evaluate_model
 from titanlite.generate import load_model
 from titanlite.storage import StorageFolder
+from titanlite_lab.evaluation.command import run_command
+from titanlite_lab.evaluation.results import scores_of_tasks
+from titanlite_lab.evaluation.run_tasks import TASK_SET, EvaluationSettings, evaluate_model
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -132,7 +132,7 @@ def test_a_checkpoint_has_the_scores_of_its_export_in_transformers(checkpoints, 
     pytest.importorskip("accelerate")
     from lm_eval.models.huggingface import HFLM
 
-    from titanlite.evaluation.checkpoint_lm import CheckpointLM
+    from titanlite_lab.evaluation.checkpoint_lm import CheckpointLM
 
     saved = read_saved_model(checkpoints[bos])
     assert saved.bos is bool(bos)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.checkpoint import CheckpointConfig
 from titanlite.checkpoint.manifest import (
     CheckpointManifest,
@@ -18,11 +18,11 @@ from titanlite.checkpoint.manifest import (
     write_checkpoint_manifest,
 )
 from titanlite.errors import ConfigError
-from titanlite.evaluation.run_tasks import load_tasks
 from titanlite.storage import StorageFolder
 from titanlite.training import CheckpointEvaluator, EvaluationConfig, check_evaluation_config
+from titanlite_lab.evaluation.run_tasks import load_tasks
 
-# stands in for `python -m titanlite.evaluation`: waits for the file "go", then does what it says
+# in place of `python -m titanlite_lab.evaluation`: waits for the file "go", does what it says
 FAKE = """
 import json, pathlib, sys, time
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
@@ -153,7 +153,7 @@ def test_the_settings_are_refused_together():
 
 BACKGROUND = """
 import sys, time
-from titanlite.evaluation.background import run_in_background
+from titanlite_lab.evaluation.background import run_in_background
 run_in_background()
 print("ready", flush=True)
 if sys.argv[1] == "wait":

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.plots.loss_curve import draw_loss, read_metrics, smooth
+from titanlite_lab.loss_curve import draw_loss, read_metrics, smooth
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def write_run(folder: Path, last_line: str = "") -> Path:

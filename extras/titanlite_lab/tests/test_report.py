@@ -9,10 +9,10 @@ import pytest
 
 from scripts import report_run
 from titanlite.errors import DataError
-from titanlite.plots.html_chart import Chart, ChartLine, ChartMarker, format_number, thin_out
-from titanlite.plots.report import render_report, write_report
-from titanlite.plots.run_advice import advise
-from titanlite.plots.run_history import read_run, read_runs
+from titanlite_lab.report.advice import advise
+from titanlite_lab.report.chart import Chart, ChartLine, ChartMarker, format_number, thin_out
+from titanlite_lab.report.history import read_run, read_runs
+from titanlite_lab.report.run import render_report, write_report
 
 STEP_SECONDS, DATA_SECONDS = 2.0, 0.5
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from titanlite.errors import DataError, UserError
-from titanlite.planning.isoflop import (
+from titanlite_lab.scaling.files import TableColumns, read_table
+from titanlite_lab.scaling.fit import FIT_METHODS, LossPoints, fit_law
+from titanlite_lab.scaling.isoflop import (
     curves_of,
     fit_parabolas,
     isoflop_grid,
@@ -16,10 +18,8 @@ from titanlite.planning.isoflop import (
     parabola_optima,
     training_envelope,
 )
-from titanlite.planning.projection_fit import ProjectionProblem
-from titanlite.planning.scaling_files import TableColumns, read_table
-from titanlite.planning.scaling_fit import FIT_METHODS, LossPoints, fit_law
-from titanlite.planning.scaling_laws import LAW_FIELDS, LAWS, ScalingLaw, kaplan_law
+from titanlite_lab.scaling.laws import LAW_FIELDS, LAWS, ScalingLaw, kaplan_law
+from titanlite_lab.scaling.projection_fit import ProjectionProblem
 
 DATA = Path(__file__).parent / "data"
 ASYMMETRIC = ScalingLaw(1.8, 400.0, 2000.0, 0.25, 0.5)

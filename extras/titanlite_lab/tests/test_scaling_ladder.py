@@ -9,15 +9,15 @@ import sys
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.job import read_job
 from titanlite.models import LLAMA3
-from titanlite.planning.scaling_ladder import LadderGrid, LadderSize, plan_ladder, write_ladder
-from titanlite.planning.scaling_laws import PARAMETER_COUNTS, ScalingLaw
-from titanlite.planning.scaling_runs import count_parameters_by_kind
 from titanlite.settings import to_toml
+from titanlite_lab.scaling.ladder import LadderGrid, LadderSize, plan_ladder, write_ladder
+from titanlite_lab.scaling.laws import PARAMETER_COUNTS, ScalingLaw
+from titanlite_lab.scaling.runs import count_parameters_by_kind
 
-CHINCHILLA = ROOT / "tests" / "planning" / "data" / "chinchilla.csv"
+CHINCHILLA = ROOT / "extras/titanlite_lab/tests/data/chinchilla.csv"
 LAW = ScalingLaw(1.2, 60.0, 300.0, 0.3, 0.4)
 BASE = """
 [data]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titanlite.errors import ConfigError
-from titanlite.planning.scaling_laws import (
+from titanlite_lab.scaling.laws import (
     LAWS,
     Demand,
     ScalingLaw,

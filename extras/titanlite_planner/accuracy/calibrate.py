@@ -14,12 +14,12 @@ from typing import Any
 from titanlite.errors import DataError
 from titanlite.job import read_job
 from titanlite.metrics import METRICS_FILE
-from titanlite.planning.efficiency import Efficiency, find_efficiency
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.step_time import estimate_step
-from titanlite.planning.workload import Workload
 from titanlite.runtime.start_log import STARTS_FILE
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.time.efficiency import Efficiency, find_efficiency
+from titanlite_planner.time.step import estimate_step
+from titanlite_planner.workload import Workload
 
 WARMUP_STEPS = 5  # compilation, autotuning and the first allocation of memory
 SEARCH_FACTORS = (0.1, 0.03, 0.01)

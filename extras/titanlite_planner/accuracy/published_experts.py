@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from titanlite.planning.workload import ExpertExchange
+from titanlite_planner.workload import ExpertExchange
 
 LATEST = (99, 12)
 

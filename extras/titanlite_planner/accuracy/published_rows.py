@@ -19,13 +19,13 @@ from titanlite.errors import UserError
 from titanlite.files import parse_toml
 from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.models.counts import block_matmul_weights
-from titanlite.planning.hardware import Cluster, find_cluster
-from titanlite.planning.published_experts import (
+from titanlite_planner.accuracy.published_experts import (
     MissingFact,
     published_exchange,
     published_expert_tensor,
 )
-from titanlite.planning.workload import (
+from titanlite_planner.hardware import Cluster, find_cluster
+from titanlite_planner.workload import (
     ExpertExchange,
     Layout,
     MatmulPrecision,
@@ -176,7 +176,7 @@ BLOOM_HEADS = 64  # "all NHEADS=64 (above too)", bigscience chronicles-prequel.m
 @cache
 def published_models() -> dict[str, dict[str, Any]]:
     """Published sizes by the name of a model in lower case."""
-    text = files("titanlite.planning").joinpath("published_models.toml").read_text("utf-8")
+    text = files("titanlite_planner").joinpath("published_models.toml").read_text("utf-8")
     models = {}
     for name, table in parse_toml(text)["models"].items():
         sizes = {key: value for key, value in table.items() if key not in ("names", "source")}

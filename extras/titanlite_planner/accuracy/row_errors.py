@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from titanlite.models.counts import flops_per_token
-from titanlite.planning.rows import Prediction
-from titanlite.planning.workload import Workload
+from titanlite_planner.accuracy.rows import Prediction
+from titanlite_planner.workload import Workload
 
 REPEATABILITY = 0.03
 # relative difference of repeated runs of one layout (BLOOM's chronicle; 2 to 6 % between releases

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.errors import ConfigError, DataError
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.memory import estimate_memory
-from titanlite.planning.published_rows import Row, framework_facts, read_row
-from titanlite.planning.step_time import StepTime, estimate_step
-from titanlite.planning.workload import Workload
 from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.accuracy.published_rows import Row, framework_facts, read_row
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.memory.estimate import estimate_memory
+from titanlite_planner.time.efficiency import Efficiency
+from titanlite_planner.time.step import StepTime, estimate_step
+from titanlite_planner.workload import Workload
 
 COLUMNS = ("id", "step_s", "rest_gib", "peak_gib", "fits", "note")
 NEEDED = (

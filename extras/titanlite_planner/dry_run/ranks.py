@@ -31,14 +31,14 @@ from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, build_parallel_modules, token_exchange
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.block_time import block_kinds
-from titanlite.planning.fake_ranks import fake_compute, fake_rank, replaced_attributes
-from titanlite.planning.forked import run_in_processes
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
 from titanlite.training import Batch, Counters, Engine, TrainState, build_engine
 from titanlite.training.step import StepSettings, compute_gradients, finish_step
+from titanlite_planner.dry_run.fake_ranks import fake_compute, fake_rank, replaced_attributes
+from titanlite_planner.dry_run.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
+from titanlite_planner.forked import run_in_processes
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.time.block import block_kinds
 
 CPU = torch.device("cpu")
 MAX_PROCESSES = 4  # each has 0.3 GB or more
@@ -105,9 +105,9 @@ def check_dry_run(job: Job) -> Iterator[ConfigError]:
     ):
         if value:
             yield ConfigError(
-                f"job.dry_run = true: {key} cannot be traced: {reason}.",
+                f"dry run: {key} cannot be traced: {reason}.",
                 fix=f"Remove {key} for the dry run.",
-                keys=("job.dry_run", key),
+                keys=(key,),
             )
 
 

@@ -10,13 +10,11 @@ from titanlite.job import Job
 from titanlite.log import pluralize
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
+from titanlite_planner.dry_run.ranks import RankStep, check_dry_run, dry_run
 
 
 def report_dry_run(job: Job) -> Iterator[str]:
     """Run the job dry and yield lines for people; raises what the job cannot run with."""
-    # Imported here: dry_run imports private modules of torch, which a run must not depend on.
-    from titanlite.planning.dry_run import RankStep, check_dry_run, dry_run
-
     raise_together(list(check_dry_run(job)))
     began = time.perf_counter()
     ranks = pluralize(job.degrees.ranks, "rank")

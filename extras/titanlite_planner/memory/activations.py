@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from titanlite.planning.expert_activations import ExpertActivations, expert_activations
-from titanlite.planning.workload import Workload
+from titanlite_planner.memory.expert_activations import ExpertActivations, expert_activations
+from titanlite_planner.workload import Workload
 
 
 @dataclass(frozen=True)

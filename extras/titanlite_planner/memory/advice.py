@@ -1,4 +1,4 @@
-"""Settings that would lower the memory of a job, for an out-of-memory error."""
+"""Settings that would lower the memory of a job, with what each saves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 from titanlite.distributed.mesh import resolve_degrees
 from titanlite.job import Job, check_config
 from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
-from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.runtime.out_of_memory import GIB
-
-MAX_ADVICE = 6  # settings shown, the largest saving first
+from titanlite_planner.memory.job import estimate_job_memory
 
 
 @dataclass(frozen=True)
@@ -128,14 +126,13 @@ def _as_toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def advise_on_memory(job: Job, on_gpu: bool) -> list[str]:
-    """Lines for an out-of-memory error: the estimated peak, and settings that would lower it."""
-    estimate, savings = estimate_job_memory(job).worst, memory_savings(job, on_gpu)
-    lines = [
-        f"  estimated at the peak, in GiB: activations {estimate.activations / GIB:.3g}, logits and"
-        f" loss {estimate.logits / GIB:.3g}, parameters gathered by FSDP"
-        f" {estimate.gathered / GIB:.3g}",
-        "  settings that would free memory on this rank (estimates, each alone):",
-        *(f"  {saving}" for saving in savings[:MAX_ADVICE]),
+def describe_memory(job: Job) -> list[str]:
+    """Lines for people: the estimated peak, and settings that would lower it."""
+    estimate, savings = estimate_job_memory(job).worst, memory_savings(job, on_gpu=True)
+    return [
+        f"estimated peak of the largest rank: {estimate.total / GIB:.3g} GiB, of it activations"
+        f" {estimate.activations / GIB:.3g}, logits and loss {estimate.logits / GIB:.3g},"
+        f" parameters gathered by FSDP {estimate.gathered / GIB:.3g}",
+        "settings that would lower it (estimates, each alone):",
+        *(f"{saving}" for saving in savings),
     ]
-    return lines if savings else lines[:1]

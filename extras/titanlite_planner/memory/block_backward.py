@@ -6,9 +6,9 @@ run shows them in the same order. Fused kernels (compiled blocks, Megatron's) ha
 
 from __future__ import annotations
 
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.expert_activations import GATED, ExpertActivations
-from titanlite.planning.tape import AllocationTape
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.memory.expert_activations import GATED, ExpertActivations
+from titanlite_planner.memory.tape import AllocationTape
 
 
 def block_backward(

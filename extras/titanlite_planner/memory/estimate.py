@@ -10,15 +10,15 @@ import itertools
 from collections.abc import Iterator
 from operator import attrgetter
 
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.model_parts import ModelParts, parts_of_shape
-from titanlite.planning.pipeline_points import pipeline_points
-from titanlite.planning.rank_memory import MemoryEstimate, RankMemory, StepPoint
-from titanlite.planning.rank_parts import LayoutParts, RankParts
-from titanlite.planning.schedule_states import schedule_states
-from titanlite.planning.stages import StageParts, stage_ranks, stages_of
-from titanlite.planning.step_points import step_points
-from titanlite.planning.workload import Workload
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.memory.model_parts import ModelParts, parts_of_shape
+from titanlite_planner.memory.pipeline_points import pipeline_points
+from titanlite_planner.memory.rank import MemoryEstimate, RankMemory, StepPoint
+from titanlite_planner.memory.rank_parts import LayoutParts, RankParts
+from titanlite_planner.memory.schedule_states import schedule_states
+from titanlite_planner.memory.step_points import step_points
+from titanlite_planner.stages import StageParts, stage_ranks, stages_of
+from titanlite_planner.workload import Workload
 
 
 def estimate_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlite.planning.workload import Workload
+from titanlite_planner.workload import Workload
 
 PER_ROW = 32  # bytes that the router saves: three indices in int64, and two weights in fp32
 GATED = 4  # tensors of the hidden width that are saved: gate, its activation, up and product

@@ -18,12 +18,12 @@ from titanlite.optim import (
 )
 from titanlite.parallelize.expert import hidden_dims_of_experts
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
-from titanlite.planning.job_workload import all_parameter_shapes, first_blocks, workload_of
-from titanlite.planning.memory import estimate_memory
-from titanlite.planning.model_parts import ModelParts, ParameterShape, own_shard
-from titanlite.planning.rank_memory import MemoryEstimate
-from titanlite.planning.stages import StageParts
-from titanlite.planning.traffic import CollectiveBytes, traffic
+from titanlite_planner.job_workload import all_parameter_shapes, first_blocks, workload_of
+from titanlite_planner.memory.estimate import estimate_memory
+from titanlite_planner.memory.model_parts import ModelParts, ParameterShape, own_shard
+from titanlite_planner.memory.rank import MemoryEstimate
+from titanlite_planner.stages import StageParts
+from titanlite_planner.traffic import CollectiveBytes, traffic
 
 # Temporaries of one update, in multiples of the largest shard of a parameter; a fused optimizer has
 # none. Counted with a dry run.

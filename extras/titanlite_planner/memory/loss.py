@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlite.planning.activation_memory import BlockActivations
+from titanlite_planner.memory.activations import BlockActivations
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cache
 
 from titanlite.models import ModelShape
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
-from titanlite.planning.workload import Layout
+from titanlite_planner.workload import Layout
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.stages import stage_ranks, stages_in_flight, stages_of
-from titanlite.planning.step_time import model_parameters
-from titanlite.planning.workload import Workload
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.stages import stage_ranks, stages_in_flight, stages_of
+from titanlite_planner.time.step import model_parameters
+from titanlite_planner.workload import Workload
 
 
 def offloaded_bytes(workload: Workload) -> float:

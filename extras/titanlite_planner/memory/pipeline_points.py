@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from operator import mul
 from typing import NamedTuple
 
-from titanlite.planning.rank_memory import StepPoint
-from titanlite.planning.rank_parts import RankParts
-from titanlite.planning.schedule_states import ScheduleState
-from titanlite.planning.stages import StageParts
+from titanlite_planner.memory.rank import StepPoint
+from titanlite_planner.memory.rank_parts import RankParts
+from titanlite_planner.memory.schedule_states import ScheduleState
+from titanlite_planner.stages import StageParts
 
 
 def pipeline_points(

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from titanlite.optim import assign_owners
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.block_backward import block_backward, block_forward
-from titanlite.planning.loss_memory import LossBytes, loss_bytes
-from titanlite.planning.model_parts import (
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.memory.block_backward import block_backward, block_forward
+from titanlite_planner.memory.loss import LossBytes, loss_bytes
+from titanlite_planner.memory.model_parts import (
     EMPTY,
     GroupBytes,
     ModelParts,
     ParameterShape,
     group_bytes,
 )
-from titanlite.planning.stages import StageParts
-from titanlite.planning.workload import Workload
+from titanlite_planner.stages import StageParts
+from titanlite_planner.workload import Workload
 
 
 class LayoutParts:

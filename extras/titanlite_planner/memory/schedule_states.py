@@ -13,8 +13,8 @@ from titanlite.parallelize.schedule import (
     PipelineAction,
     build_schedule_order,
 )
-from titanlite.planning.stages import owned_stages, simulated_microbatches, stages_in_flight
-from titanlite.planning.workload import ScheduleActions
+from titanlite_planner.stages import owned_stages, simulated_microbatches, stages_in_flight
+from titanlite_planner.workload import ScheduleActions
 
 Kind = Literal["forward", "backward", "input", "weight", "reduce"]
 # "reduce": of the gradients of a stage, after its last backward

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from titanlite.planning.rank_memory import StepPoint
-from titanlite.planning.rank_parts import RankParts
+from titanlite_planner.memory.rank import StepPoint
+from titanlite_planner.memory.rank_parts import RankParts
 
 
 def step_points(parts: RankParts) -> list[StepPoint]:

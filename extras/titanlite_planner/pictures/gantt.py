@@ -11,7 +11,7 @@ import numpy as np
 
 from titanlite.errors import DataError
 from titanlite.parallelize.schedule import ActionKind, TimedAction, format_action
-from titanlite.plots.figure import (
+from titanlite_lab.figure import (
     FAINT,
     INK,
     Box,

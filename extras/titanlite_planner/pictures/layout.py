@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.errors import DataError
-from titanlite.plots.figure import (
+from titanlite_lab.figure import (
     FAINT,
     GRID,
     INK,
@@ -27,7 +27,7 @@ from titanlite.plots.figure import (
     text_width,
     wrap_text,
 )
-from titanlite.plots.gantt import PipelineTimeline, draw_gantt, draw_gantt_legend
+from titanlite_planner.pictures.gantt import PipelineTimeline, draw_gantt, draw_gantt_legend
 
 # Inches. y is 0 at the top of the page and negative below.
 _WIDTH, _MARGIN = 10.6, 0.35

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from titanlite.errors import ConfigError, UserError
-from titanlite.planning.layout_space import Frame, LayoutChoice
-from titanlite.planning.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.layout_space import Frame, LayoutChoice
+from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 TIE = 0.03  # relative difference of two estimates that is below their error
 RECOMMENDED = f"the simplest within {TIE:.0%} of the fastest"

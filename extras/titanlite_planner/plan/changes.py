@@ -10,12 +10,12 @@ from functools import partial
 from typing import NamedTuple
 
 from titanlite.errors import UserError
-from titanlite.planning.alternatives import OFFLOADS, TIE, find_simplest
-from titanlite.planning.forked import run_in_processes
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.layout_space import MATMUL_CHOICES, LayoutChoice
-from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.search import Estimates, FrameKey, LayoutSearch, PlannedStep
+from titanlite_planner.forked import run_in_processes
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.plan.alternatives import OFFLOADS, TIE, find_simplest
+from titanlite_planner.plan.layout_space import MATMUL_CHOICES, LayoutChoice
+from titanlite_planner.plan.request import PlanRequest
+from titanlite_planner.plan.search import Estimates, FrameKey, LayoutSearch, PlannedStep
 
 MIN_SHARE = 0.1  # parts that make less than this fraction of a difference are not named
 

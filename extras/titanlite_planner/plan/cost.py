@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.row_errors import model_flops
-from titanlite.planning.step_time import StepTime, model_parameters
-from titanlite.planning.workload import Workload
+from titanlite_planner.accuracy.row_errors import model_flops
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.time.step import StepTime, model_parameters
+from titanlite_planner.workload import Workload
 
 HOURS_BETWEEN_FAILURES = 50_700.0
 # of one GPU: 419 unexpected interruptions in 54 days of 16,384 H100s (arXiv 2407.21783, table 5)

@@ -11,12 +11,12 @@ from typing import Any
 
 from titanlite.errors import ConfigError
 from titanlite.job import JobConfig
-from titanlite.planning.alternatives import Alternative
-from titanlite.planning.plan_report import describe_choice, memory_parts, plan_cost
-from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.search import PlannedStep
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import to_toml
+from titanlite_planner.plan.alternatives import Alternative
+from titanlite_planner.plan.report import describe_choice, memory_parts, plan_cost
+from titanlite_planner.plan.request import PlanRequest
+from titanlite_planner.plan.search import PlannedStep
 
 TOML_NAME, JSON_NAME = "run.toml", "plan.json"
 

@@ -25,7 +25,7 @@ from titanlite.parallelize.pipeline_plan import SPLIT_BACKWARD_SINCE
 from titanlite.parallelize.schedule import SCHEDULES, assign_stages, required_microbatches
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.tensor import check_tensor_parallel
-from titanlite.planning.workload import Recompute, Workload
+from titanlite_planner.workload import Recompute, Workload
 
 MAX_STAGES_PER_RANK = 8  # more are not searched: transfers grow, and the bubble hardly shrinks
 MATMUL_CHOICES = ("bf16", "float8", "float8 gather")  # the last all-gathers weights in Float8 too

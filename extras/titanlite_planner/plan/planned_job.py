@@ -11,7 +11,7 @@ from titanlite.job.checks import plan_job_pipeline
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import SECTION as FLOAT8_SECTION
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite.planning.layout_space import RECOMPUTES, LayoutChoice, balanced_stages
+from titanlite_planner.plan.layout_space import RECOMPUTES, LayoutChoice, balanced_stages
 
 PER_STAGE = "pipeline_parallel_layers_per_stage"
 SEARCHED = {  # settings that the search chooses, and the names by which they can be fixed

@@ -10,18 +10,18 @@ from typing import Any
 
 from titanlite.files import parse_toml
 from titanlite.log import pluralize
-from titanlite.planning.alternatives import TIE, Alternative, unproven_features
-from titanlite.planning.cost import RunCost, estimate_cost
-from titanlite.planning.efficiency import find_efficiency
-from titanlite.planning.kernel_time import ALIGNMENT, KernelTimes
-from titanlite.planning.layout_space import LayoutChoice
-from titanlite.planning.memory import estimate_memory
-from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
-from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.rank_memory import MemoryEstimate
-from titanlite.planning.row_errors import PRECISION_NAMES
-from titanlite.planning.search import PlannedStep, SearchCounts
 from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.accuracy.row_errors import PRECISION_NAMES
+from titanlite_planner.memory.estimate import estimate_memory
+from titanlite_planner.memory.rank import MemoryEstimate
+from titanlite_planner.plan.alternatives import TIE, Alternative, unproven_features
+from titanlite_planner.plan.changes import ChangedAnswer, explain_loss
+from titanlite_planner.plan.cost import RunCost, estimate_cost
+from titanlite_planner.plan.layout_space import LayoutChoice
+from titanlite_planner.plan.request import PlanRequest
+from titanlite_planner.plan.search import PlannedStep, SearchCounts
+from titanlite_planner.time.efficiency import find_efficiency
+from titanlite_planner.time.kernels import ALIGNMENT, KernelTimes
 
 MEMORY_PARTS = (
     "parameters",
@@ -176,7 +176,7 @@ def _assumptions(request: PlanRequest, step: PlannedStep) -> str:
 @cache
 def published_errors() -> dict[str, Any]:
     """Rows, median error and fraction within 20 %, by kind and GPU; of benchmarks/planner_page."""
-    text = files("titanlite.planning").joinpath("published_errors.toml").read_text("utf-8")
+    text = files("titanlite_planner").joinpath("published_errors.toml").read_text("utf-8")
     return parse_toml(text)
 
 
@@ -232,7 +232,7 @@ def _parts_of_best(step: PlannedStep) -> Iterator[str]:
     yield f"memory of layout 1, GiB, {mode}, {memory.reason}"
     yield from _text_bars({part_title(n): part / GIB for n, part in memory_parts(memory).items()})
     if step.workload.compiled:
-        yield f"  eager, as --job.dry_run counts it: {eager_bytes(step) / GIB:.1f} GiB"
+        yield f"  eager, as its dry run counts it: {eager_bytes(step) / GIB:.1f} GiB"
 
 
 def eager_bytes(step: PlannedStep) -> float:

@@ -16,18 +16,18 @@ from titanlite.job.config import complete_table
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import Cluster, parse_gpus
-from titanlite.planning.layout_space import (
+from titanlite.runtime.out_of_memory import GIB
+from titanlite.settings import load_config, raise_together
+from titanlite_planner.hardware import Cluster, parse_gpus
+from titanlite_planner.plan.layout_space import (
     DEGREES,
     MATMUL_CHOICES,
     RECOMPUTES,
     LayoutSpace,
 )
-from titanlite.planning.planned_job import SEARCHED
-from titanlite.planning.search import SearchTarget
-from titanlite.runtime.out_of_memory import GIB
-from titanlite.settings import load_config, raise_together
+from titanlite_planner.plan.planned_job import SEARCHED
+from titanlite_planner.plan.search import SearchTarget
+from titanlite_planner.time.efficiency import Efficiency
 
 PRECISION_OPTIONS = {"bf16": MATMUL_CHOICES[:1], "float8": MATMUL_CHOICES[1:]}
 PRECISION_OPTIONS["any"] = MATMUL_CHOICES

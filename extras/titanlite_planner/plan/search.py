@@ -22,24 +22,24 @@ from typing import Any
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import Job, JobConfig
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.forked import PROGRESS_SECONDS
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.layout_space import (
+from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.forked import PROGRESS_SECONDS
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.estimate import estimate_memory, first_excess
+from titanlite_planner.memory.offloaded import offloaded_bytes
+from titanlite_planner.memory.rank import MemoryEstimate
+from titanlite_planner.plan.layout_space import (
     Frame,
     LayoutChoice,
     LayoutSpace,
     StepOptions,
     recomputes_no_less,
 )
-from titanlite.planning.memory import estimate_memory, first_excess
-from titanlite.planning.offloaded_memory import offloaded_bytes
-from titanlite.planning.planned_job import planned_config, planned_job
-from titanlite.planning.rank_memory import MemoryEstimate
-from titanlite.planning.step_time import StepTime, estimate_step
-from titanlite.planning.workload import Workload
-from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.plan.planned_job import planned_config, planned_job
+from titanlite_planner.time.efficiency import Efficiency
+from titanlite_planner.time.step import StepTime, estimate_step
+from titanlite_planner.workload import Workload
 
 # The bound of a frame follows from one of its schedules: the others have other bubbles, which is
 # taken into account, and other stages and transfers, for which the bound is multiplied by this.

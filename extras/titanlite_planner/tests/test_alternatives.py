@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.errors import UserError
-from titanlite.planning import forked, search
-from titanlite.planning.alternatives import find_alternatives, unproven_features
-from titanlite.planning.dry_run import dry_run
-from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.memory import estimate_memory
-from titanlite.planning.plan_files import planned_toml
-from titanlite.planning.plan_report import eager_bytes, report_lines
-from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
-from titanlite.planning.search import LayoutSearch
+from titanlite_planner import forked
+from titanlite_planner.dry_run.ranks import dry_run
+from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.memory.estimate import estimate_memory
+from titanlite_planner.plan import search
+from titanlite_planner.plan.alternatives import find_alternatives, unproven_features
+from titanlite_planner.plan.files import planned_toml
+from titanlite_planner.plan.report import eager_bytes, report_lines
+from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
+from titanlite_planner.plan.search import LayoutSearch
 
 
 def request_of(model="llama3/8B", gpus="64xH100", batch="256", **changes) -> PlanRequest:
@@ -54,7 +55,7 @@ def test_the_simplest_of_the_ties_is_recommended_and_others_are_really_different
     assert not any(line.endswith(" s") and "less than" in line for line in text)
     assert "    in no published run: CP with 1,024 tokens a rank" in text
     assert "error: dense bf16 on H100: median 3.6%, 98% within 20% of 41 published runs" in text
-    assert "  eager, as --job.dry_run counts it: 63.9 GiB" in text
+    assert "  eager, as its dry run counts it: 63.9 GiB" in text
     assert first.step.memory.total / 2**30 == pytest.approx(56.9, abs=0.1)
 
 

@@ -10,17 +10,17 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.models import ModelShape
-from titanlite.planning.calibrate import (
+from titanlite_planner.accuracy.calibrate import (
     MeasuredRun,
     calibrate,
     calibration_report,
     read_measured_run,
 )
-from titanlite.planning.cost import CostAssumptions, estimate_cost, failure_cost
-from titanlite.planning.efficiency import find_efficiency
-from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.step_time import StepTime, estimate_step
-from titanlite.planning.workload import Layout, Workload
+from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.plan.cost import CostAssumptions, estimate_cost, failure_cost
+from titanlite_planner.time.efficiency import find_efficiency
+from titanlite_planner.time.step import StepTime, estimate_step
+from titanlite_planner.workload import Layout, Workload
 
 MODEL = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128256, tied_embeddings=True)
 RUN = Workload(MODEL, Layout(shard=8, micro_batch=4), 2048)

@@ -7,7 +7,7 @@ import runpy
 import subprocess
 import sys
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from titanlite.parallelize.schedule import format_trace_name
 
 SCRIPT = ROOT / "scripts" / "draw_layout.py"

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-import train
 from tests.distributed.ranks import run_on_ranks
-from tests.planning.measured_step import measure_step
 from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite.planning.dry_run import RankStep, _kinds, dry_run
-from titanlite.planning.job_memory import estimate_job_memory, job_traffic
-from titanlite.planning.rank_memory import RankMemory
+from titanlite_planner import __main__ as planner
+from titanlite_planner.dry_run.ranks import RankStep, _kinds, dry_run
+from titanlite_planner.memory.job import estimate_job_memory, job_traffic
+from titanlite_planner.memory.rank import RankMemory
+from titanlite_planner.tests.measured_step import measure_step
 
 SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
@@ -212,14 +212,14 @@ def test_a_dry_run_equals_a_real_run(name):
 
 
 def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
-    argv = ["--job.dry_run=true", "--job.check_ranks=6", "--parallelism.tensor_parallel_degree=4"]
-    assert train.main(argv) == EXIT_USER_ERROR
+    argv = ["dry-run", "--job.check_ranks=6", "--parallelism.tensor_parallel_degree=4"]
+    assert planner.main(argv) == EXIT_USER_ERROR
     assert "does not divide the number of ranks" in capfd.readouterr().err
 
 
 def test_a_dry_run_prints_every_kind_of_rank(capfd):
-    argv = [*argv_of(PIPELINE), "--job.dry_run=true", "--job.check_ranks=64"]
-    assert train.main(argv) == 0
+    argv = ["dry-run", *argv_of(PIPELINE), "--job.check_ranks=64"]
+    assert planner.main(argv) == 0
     printed = capfd.readouterr().out
     assert "pipeline rank 0: tok_embeddings" in printed
     assert "pipeline rank 1: layers" in printed

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.moe_family import MOE_FAMILY, MoESizes
-from tests.planning.test_dry_run import compare
 from titanlite.job import read_job
 from titanlite.models import FAMILIES, ExpertSizes
-from titanlite.planning.dry_run import _kinds
+from titanlite_planner.dry_run.ranks import _kinds
+from titanlite_planner.tests.test_dry_run import compare
 
 SIZES = MoESizes(
     dim=256,

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from titanlite.errors import ConfigError
-from titanlite.planning import cpu_rates
-from titanlite.planning.cpu_rates import CpuRates, measure_rates
-from titanlite.planning.hardware import cluster_names, find_cluster, measure_cpu, parse_gpus
+from titanlite_planner.hardware import cluster_names, find_cluster, measure_cpu, parse_gpus
+from titanlite_planner.time import cpu_rates
+from titanlite_planner.time.cpu_rates import CpuRates, measure_rates
 
 OWN = """
 [gpus.X1]

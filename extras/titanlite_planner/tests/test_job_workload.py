@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from titanlite.job import read_job
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.offloaded_memory import offloaded_bytes
-from titanlite.planning.step_time import model_parameters
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.offloaded import offloaded_bytes
+from titanlite_planner.time.step import model_parameters
 
 
 def workload(*argv: str, ranks: int = 1):

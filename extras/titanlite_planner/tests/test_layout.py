@@ -16,8 +16,8 @@ from titanlite.parallelize.schedule import (
     build_schedule_order,
     simulate_schedule,
 )
-from titanlite.plots.gantt import PipelineTimeline
-from titanlite.plots.layout import MeshCoordinate, StageCost, draw_layout
+from titanlite_planner.pictures.gantt import PipelineTimeline
+from titanlite_planner.pictures.layout import MeshCoordinate, StageCost, draw_layout
 
 pytest.importorskip("matplotlib")
 

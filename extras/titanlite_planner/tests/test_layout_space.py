@@ -12,15 +12,15 @@ from titanlite.errors import ConfigError
 from titanlite.job import MOVED, JobConfig
 from titanlite.models import FAMILIES
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite.planning.layout_space import (
+from titanlite.settings import load_config
+from titanlite_planner.plan.layout_space import (
     RECOMPUTES,
     Frame,
     LayoutChoice,
     LayoutSpace,
     StepOptions,
 )
-from titanlite.planning.planned_job import planned_config, planned_job
-from titanlite.settings import load_config
+from titanlite_planner.plan.planned_job import planned_config, planned_job
 
 GPUS, BATCH, SEQ_LEN, LAYERS = 12, 24, 96, 6
 SIZES = ["--model.n_layers", str(LAYERS), "--model.n_heads", "6", "--model.n_kv_heads", "3"]

@@ -11,13 +11,13 @@ from tests.parallelize.test_schedule import as_csv
 from titanlite.job import read_job
 from titanlite.optim import MatrixFacts, build_optimizer
 from titanlite.parallelize.schedule import build_schedule_order
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.job_memory import estimate_job_memory
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.memory_advice import memory_savings
-from titanlite.planning.schedule_states import ScheduleState, _largest, schedule_states
-from titanlite.planning.stages import stages_in_flight
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.memory.advice import memory_savings
+from titanlite_planner.memory.job import estimate_job_memory
+from titanlite_planner.memory.schedule_states import ScheduleState, _largest, schedule_states
+from titanlite_planner.stages import stages_in_flight
 
 
 def job_of(run_toml, *argv, ranks=1):

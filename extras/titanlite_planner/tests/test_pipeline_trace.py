@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.parallelize.schedule import format_trace_name
-from titanlite.plots.pipeline_trace import read_actions
+from titanlite_planner.pictures.pipeline_trace import read_actions
 
 
 def event(name, start, category="user_annotation") -> dict:

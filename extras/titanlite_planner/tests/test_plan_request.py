@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.errors import UserError, format_error
-from titanlite.planning.plan_request import PlanArguments, read_plan_request
+from titanlite_planner.plan.request import PlanArguments, read_plan_request
 
 CONFIGS = ROOT / "train_configs"
 GOOD = {"model": "llama3/70B", "gpus": "64xH100", "seq_len": "8192", "global_batch": "256"}

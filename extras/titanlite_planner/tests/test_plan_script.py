@@ -8,7 +8,7 @@ import runpy
 import pytest
 
 import train
-from tests.conftest import ROOT
+from conftest import ROOT
 
 plan = runpy.run_path(str(ROOT / "scripts" / "plan.py"))["main"]
 

@@ -12,9 +12,8 @@ import pytest
 
 from benchmarks.planner_page import ERRORS, errors_toml
 from titanlite.errors import ConfigError, DataError
-from titanlite.planning.alternatives import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED_SCHEDULES
-from titanlite.planning.published_rows import published_models, read_row
-from titanlite.planning.row_errors import (
+from titanlite_planner.accuracy.published_rows import published_models, read_row
+from titanlite_planner.accuracy.row_errors import (
     error_table,
     kendall_tau,
     kind_of_row,
@@ -22,9 +21,10 @@ from titanlite.planning.row_errors import (
     rank_layouts,
     summarise_errors,
 )
-from titanlite.planning.rows import COLUMNS, predict_rows, read_rows, write_predictions
+from titanlite_planner.accuracy.rows import COLUMNS, predict_rows, read_rows, write_predictions
+from titanlite_planner.plan.alternatives import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED_SCHEDULES
 
-RUNS = Path(__file__).parents[2] / "benchmarks" / "published_runs.csv"
+RUNS = Path(__file__).parents[3] / "benchmarks" / "published_runs.csv"
 ROWS = {row["id"]: row for row in read_rows(RUNS)}
 
 

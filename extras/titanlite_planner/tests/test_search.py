@@ -9,18 +9,18 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.planner_search import all_candidates, fastest_of_all
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.job_workload import workload_of
-from titanlite.planning.layout_space import Frame, LayoutChoice, StepOptions
-from titanlite.planning.offloaded_memory import offloaded_bytes
-from titanlite.planning.plan_changes import changed_answers, explain_loss
-from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
-from titanlite.planning.search import LayoutSearch
 from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.memory.offloaded import offloaded_bytes
+from titanlite_planner.plan.changes import changed_answers, explain_loss
+from titanlite_planner.plan.layout_space import Frame, LayoutChoice, StepOptions
+from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
+from titanlite_planner.plan.search import LayoutSearch
 
 SMALL = ["--model.n_layers", "4", "--model.dim", "2048", "--model.hidden_dim", "8192"]
 SMALL += ["--model.n_heads", "16", "--model.n_kv_heads", "2", "--model.vocab_size", "32000"]

@@ -8,13 +8,13 @@ import pytest
 
 from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
-from titanlite.planning.efficiency import efficiency_sets, find_efficiency
-from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.kernel_time import KERNEL_S, KernelTimes
-from titanlite.planning.pipeline_time import divide_layers, idle_seconds
-from titanlite.planning.row_errors import model_flops
-from titanlite.planning.step_time import estimate_step, model_parameters
-from titanlite.planning.workload import ExpertExchange, Layout, Numerics, Overlap, Workload
+from titanlite_planner.accuracy.row_errors import model_flops
+from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.time.efficiency import efficiency_sets, find_efficiency
+from titanlite_planner.time.kernels import KERNEL_S, KernelTimes
+from titanlite_planner.time.pipeline import divide_layers, idle_seconds
+from titanlite_planner.time.step import estimate_step, model_parameters
+from titanlite_planner.workload import ExpertExchange, Layout, Numerics, Overlap, Workload
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14336, 128256)
 BASE = Workload(LLAMA_8B, Layout(shard=8, micro_batch=1, n_microbatches=4), 8192)

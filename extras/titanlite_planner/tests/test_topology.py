@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from tests.conftest import ROOT
-from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
-from titanlite.planning.search import LayoutSearch, PlannedStep
+from conftest import ROOT
+from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
+from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 LESS = ["micro_batch=1", "offload_activations=no", "offload_optimizer=no"]  # a quicker search
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titanlite.models import ModelShape
-from titanlite.planning.block_case import BlockCase, Passes, Seconds
-from titanlite.planning.expert_time import expert_kernels, expert_passes
-from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S
-from titanlite.planning.layer_time import feed_forward_passes, linear_passes
+from titanlite_planner.time.block_case import BlockCase, Passes, Seconds
+from titanlite_planner.time.experts import expert_kernels, expert_passes
+from titanlite_planner.time.kernels import BACKWARD_ATTENTION, KERNEL_S
+from titanlite_planner.time.layers import feed_forward_passes, linear_passes
 
 KERNELS = {True: 12, False: 40}  # of a block forward, compiled or eager; backward has twice as many
 TENSOR_HIDDEN = 0.5

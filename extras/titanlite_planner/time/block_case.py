@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlite.models import ModelShape
-from titanlite.planning.collective_time import CollectiveTimes
-from titanlite.planning.kernel_time import KernelTimes
-from titanlite.planning.workload import (
+from titanlite_planner.time.collectives import CollectiveTimes
+from titanlite_planner.time.kernels import KernelTimes
+from titanlite_planner.workload import (
     ExpertExchange,
     Layout,
     MatmulPrecision,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import Cluster
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.time.efficiency import Efficiency
 
 # (fraction of the bandwidth, microseconds of a hop over NVLink, over the network, of the launch):
 # LL, LL128 and Simple in NCCL's tuning model (src/graph/tuning.cc, 2.19)

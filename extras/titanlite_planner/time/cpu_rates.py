@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.distributed.collectives import all_gather_tensor, reduce_scatter_sum
-from titanlite.planning.forked import run_in_processes
+from titanlite_planner.forked import run_in_processes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MATMUL = 1024  # rows and columns of a square matmul

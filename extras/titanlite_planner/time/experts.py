@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from titanlite.planning.block_case import BlockCase, Passes, Seconds
-from titanlite.planning.layer_time import feed_forward_passes, linear_passes
+from titanlite_planner.time.block_case import BlockCase, Passes, Seconds
+from titanlite_planner.time.layers import feed_forward_passes, linear_passes
 
 PERMUTED = 0.75
 # of the memory's bandwidth that other operations reach: 50 % and 67 % of the peak of a B200

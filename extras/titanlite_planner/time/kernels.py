@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import GpuType
-from titanlite.planning.workload import MatmulPrecision
+from titanlite_planner.hardware import GpuType
+from titanlite_planner.time.efficiency import Efficiency
+from titanlite_planner.workload import MatmulPrecision
 
 KERNEL_S = 3e-6
 # of each kernel beyond its roofline: the difference of small and large matmuls, measured on an

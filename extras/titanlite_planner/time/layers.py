@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.planning.block_case import BlockCase, Passes, Seconds
+from titanlite_planner.time.block_case import BlockCase, Passes, Seconds
 
 STREAMS = 4
 # equal matmuls that run at the same time: Transformer Engine's streams. 256 experts' matmuls of

@@ -15,22 +15,22 @@ from typing import Literal
 
 from titanlite.models import ModelShape
 from titanlite.models.counts import block_matmul_weights, count_parameters, feed_forward_weights
-from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.block_case import BlockCase, Passes, Seconds, block_case
-from titanlite.planning.block_time import (
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.stages import stage_ranks
+from titanlite_planner.time.block import (
     BlockKind,
     block_kinds,
     block_passes,
     embedding_passes,
     output_passes,
 )
-from titanlite.planning.collective_time import CollectiveTimes
-from titanlite.planning.efficiency import Efficiency, find_efficiency
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.kernel_time import KernelTimes
-from titanlite.planning.pipeline_time import divide_layers, idle_seconds
-from titanlite.planning.stages import stage_ranks
-from titanlite.planning.workload import Layout, Workload
+from titanlite_planner.time.block_case import BlockCase, Passes, Seconds, block_case
+from titanlite_planner.time.collectives import CollectiveTimes
+from titanlite_planner.time.efficiency import Efficiency, find_efficiency
+from titanlite_planner.time.kernels import KernelTimes
+from titanlite_planner.time.pipeline import divide_layers, idle_seconds
+from titanlite_planner.workload import Layout, Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
 # of host memory, for the optimizer of one GPU that computes there: an assumption, not measured
