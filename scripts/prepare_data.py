@@ -35,19 +35,14 @@ from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, pluralize
-from titanlite_corpus.dask_engine import DaskEngine
 from titanlite_corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
-from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.extras import import_extra
 from titanlite_corpus.prepare import (
     PreparedCorpus,
     PrepareSettings,
     prepare_corpus,
 )
-from titanlite_corpus.progress_bars import StageBars
-from titanlite_corpus.recipe import load_recipe
-from titanlite_corpus.report import write_corpus_report
 from titanlite_corpus.sides import TRAIN, VALIDATION
-from titanlite_corpus.summary import summarise_corpus
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -193,6 +188,13 @@ def run(args: argparse.Namespace) -> str:
 
 def follow_recipe(args: argparse.Namespace) -> str:
     """Make the corpus of a recipe; raises UserError."""
+    import_extra("pyarrow", "corpus", "--recipe")
+    from titanlite_corpus.pipeline import make_corpus
+    from titanlite_corpus.progress_bars import StageBars
+    from titanlite_corpus.recipe import load_recipe
+    from titanlite_corpus.report import write_corpus_report
+    from titanlite_corpus.summary import summarise_corpus
+
     recipe = load_recipe(args.recipe, args.allow_code)
     page = Path(recipe.recipe.out, "report.html")
     with open_engine(args, recipe.work) as engine, StageBars() as bars:
@@ -211,6 +213,8 @@ def follow_recipe(args: argparse.Namespace) -> str:
 def open_engine(args: argparse.Namespace, work: Path) -> AbstractContextManager[TaskEngine]:
     """What runs the tasks of a recipe; raises ConfigError when entered."""
     if args.engine == "dask":
+        from titanlite_corpus.dask_engine import DaskEngine
+
         return DaskEngine(args.engine_address, work, args.stall_seconds)
     return nullcontext(LocalEngine(args.workers, args.stall_seconds))
 

@@ -23,7 +23,7 @@ def new_figure(width: float, height: float, **options: Any):
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "Drawing needs matplotlib, which is not installed.", fix="pip install matplotlib"
+            "Drawing needs matplotlib, which is not installed.", fix="pip install 'titanlite[lab]'"
         ) from error
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white", **options)
     FigureCanvasAgg(figure)  # a canvas that needs no display
