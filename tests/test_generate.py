@@ -192,7 +192,7 @@ def test_a_wrong_tokenizer_is_refused_for_generation_and_export(trained, tmp_pat
     option = ("--tokenizer", trained.permuted)
     commands = [
         ("generate.py", "--checkpoint", trained.step, *option),
-        ("convert_checkpoint.py", "to-hf", trained.step, tmp_path / "out", *option),
+        ("checkpoint.py", "to-hf", trained.step, tmp_path / "out", *option),
     ]
     for command in commands:
         done = run_script(*command)

@@ -1,10 +1,10 @@
-"""Check that a GPU machine computes what the CPU computes: python scripts/check_gpu.py
+"""Check that a GPU machine computes what the CPU computes: python -m benchmarks.gpu_check
 
 In about five minutes: matmul, copy and collective bandwidth; a short run of each kind of job,
 whose losses must be those of one CPU process in fp32; a checkpoint that is resumed; the overlap of
 transfers and matmuls in a trace; tests/gpu. All GPUs are used; --devices or
-`torchrun --nproc_per_node N scripts/check_gpu.py` selects fewer. The report is one Markdown file to
-paste into an issue. Without a GPU, the same runs use the CPU, and the rest is skipped.
+`torchrun --nproc_per_node N -m benchmarks.gpu_check` selects fewer. The report is one Markdown
+file to paste into an issue. Without a GPU, the same runs use the CPU, and the rest is skipped.
 Exit code: 0 nothing failed, 1 something failed, 2 wrong arguments. A skipped check has not failed.
 """
 
@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-import checkout  # noqa: F401
 from benchmarks.gpu_check.checks import all_checks, run_checks
 from benchmarks.gpu_check.outcome import Check, Machine, Outcome
 from benchmarks.gpu_check.report import gpu_topology, report, summary
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     cuda = torch.cuda.is_available()
     devices = pluralize(args.devices, "GPU") if cuda else f"no GPU; {args.devices} on the CPU"
-    entries = describe("scripts/check_gpu.py", argv) | {"devices checked": devices}
+    entries = describe("-m benchmarks.gpu_check", argv) | {"devices checked": devices}
     topology, outcomes = gpu_topology(), list[Outcome]()
     with tempfile.TemporaryDirectory() as folder:
         end = time.monotonic() + 60 * args.minutes

@@ -1,9 +1,9 @@
-"""Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
+"""Draw the pictures of the documentation: python docs/_make/draw_docs.py [NAME …]
 
 layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
-layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py, scaling_law by
-scripts/scaling_laws.py. `losses` and `mup_transfer` train small models on the CPU first (some
-minutes), and store what they measured beside the picture.
+layout is drawn by the planner, mup_check and scaling_law by titanlite_lab. `losses` and
+`mup_transfer` train small models on the CPU first (some minutes), and store what they measured
+beside the picture.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pictures.canvas import PALETTE_COLOURS
+from pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
+from pictures.losses import draw_losses, train_all
+from pictures.memory import draw_memory
+from pictures.mup import JOB, draw_transfer, train_widths
+from pictures.schedules import draw_schedules
 from PIL import Image
 
-import checkout  # noqa: F401
-from doc_pictures.canvas import PALETTE_COLOURS
-from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
-from doc_pictures.losses import draw_losses, train_all
-from doc_pictures.memory import draw_memory
-from doc_pictures.mup import JOB, draw_transfer, train_widths
-from doc_pictures.schedules import draw_schedules
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "pictures"
 LAYOUT = (
     "train_configs/llama3_8b.toml", "--ranks", "16", "--training.local_batch_size", "8",
@@ -83,7 +81,7 @@ def _losses(path: Path) -> None:
 def _layout(path: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "layout"
-        command = [sys.executable, "scripts/draw_layout.py", *LAYOUT, "--out", str(out)]
+        command = [sys.executable, "-m", "titanlite_planner", "draw", *LAYOUT, "--out", str(out)]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         image = Image.open(out.with_suffix(".png")).convert("RGB")
         image.thumbnail((1600, 1600))
@@ -91,7 +89,15 @@ def _layout(path: Path) -> None:
 
 
 def _mup_check(path: Path) -> None:
-    command = [sys.executable, "scripts/check_mup.py", *JOB, "--optimizer.lr=2e-3", "--out"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite_lab",
+        "check-mup",
+        *JOB,
+        "--optimizer.lr=2e-3",
+        "--out",
+    ]
     subprocess.run([*command, str(path)], cwd=ROOT, check=True)
 
 
@@ -103,7 +109,16 @@ def _mup_transfer(path: Path) -> None:
 
 def _scaling_law(path: Path) -> None:
     table = "extras/titanlite_lab/tests/data/chinchilla.csv"
-    command = [sys.executable, "scripts/scaling_laws.py", "fit", table, "--flops", "flops"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite_lab",
+        "scaling-laws",
+        "fit",
+        table,
+        "--flops",
+        "flops",
+    ]
     command += ["--drop-highest", "5", "--picture", str(path)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     image = Image.open(path).convert("RGB")

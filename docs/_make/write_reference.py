@@ -1,4 +1,4 @@
-"""Regenerate what the documentation copies from the code: python scripts/write_reference.py
+"""Regenerate what the documentation copies from the code: python docs/_make/write_reference.py
 
 - docs/reference/configuration.md, from the schema of the configuration
 - docs/reference/recipe.md, from the schema of a recipe of a corpus
@@ -13,13 +13,12 @@ import ast
 import re
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.config_reference import reference_page
 from titanlite.job import JobConfig
 from titanlite_corpus.read import CorpusSource
 from titanlite_corpus.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
 RECIPE = ROOT / "docs" / "reference" / "recipe.md"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts import convert_checkpoint
+from scripts import checkpoint
 from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.generate import load_generator
 from titanlite.storage import StorageFolder
@@ -27,12 +27,12 @@ def test_weights_are_equal_after_an_export_to_hugging_face_and_back(run_toml, tm
     log = train(run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true")
     assert "tokenizer.json gives the same ids as bytes" in log
     exported, imported = tmp_path / "exported", tmp_path / "imported"
-    assert convert_checkpoint.main(["to-hf", str(first), str(exported)]) == 0  # the run
+    assert checkpoint.main(["to-hf", str(first), str(exported)]) == 0  # the run
     assert f"exported from {step}" in capsys.readouterr().out
-    assert convert_checkpoint.main(["from-hf", str(exported), str(imported)]) == 0
+    assert checkpoint.main(["from-hf", str(exported), str(imported)]) == 0
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (exported / file).read_bytes() == (step.with_name("step-3-hf") / file).read_bytes()
-    assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
+    assert checkpoint.main(["to-hf", str(step), str(exported)]) == 2
     assert "already exists and is not empty" in capsys.readouterr().err
 
     original = load_generator(StorageFolder(step), torch.device("cpu"))

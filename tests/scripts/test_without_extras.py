@@ -19,7 +19,7 @@ import sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {[*MISSING, "titanlite_planner", "titanlite_lab"]}:
+        if name.split(".")[0] in {[*MISSING, "titanlite_planner"]}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
@@ -84,7 +84,7 @@ def test_text_becomes_a_trained_model_that_is_resumed_used_and_converted(run, tm
     assert "step 2" in run(*train, "--training.steps", 2)
     generate = ("scripts/generate.py", "--checkpoint", out, "--max-new-tokens", 4)
     run(*generate, "--prompt", "def")
-    run("scripts/convert_checkpoint.py", "to-hf", out, tmp_path / "hf")
+    run("scripts/checkpoint.py", "to-hf", out, tmp_path / "hf")
     assert (tmp_path / "hf" / "model.safetensors").exists()
     # what needs an extra says which
     recipe = run("scripts/prepare_data.py", "--recipe", "recipes/python_library.toml", code=2)

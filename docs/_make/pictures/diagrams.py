@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from doc_pictures.canvas import (
+from pictures.canvas import (
     AMBER,
     BLUE,
     FAINT,

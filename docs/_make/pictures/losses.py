@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from doc_pictures.canvas import FAINT, INK, save_png
+from pictures.canvas import FAINT, INK, save_png
 
 STEPS = 30
 COLOURS = ("#1d2733", "#3f6ea8", "#5da271", "#e2a94f", "#c96f62", "#8a63b0", "#4ba3a8", "#b0876a")

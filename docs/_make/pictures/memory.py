@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from doc_pictures.canvas import FAINT, INK, save_png
+from pictures.canvas import FAINT, INK, save_png
 from titanlite.job import read_job
 from titanlite_planner.memory.job import estimate_job_memory
 

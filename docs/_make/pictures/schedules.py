@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from doc_pictures.canvas import FAINT, INK, save_png
+from pictures.canvas import FAINT, INK, save_png
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
 from titanlite.job import JobConfig

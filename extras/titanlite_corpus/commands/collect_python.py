@@ -1,4 +1,6 @@
-"""Collect Python's standard library as text: python scripts/collect_python.py --out python.jsonl
+"""Collect Python's standard library as text.
+
+  python -m titanlite_corpus collect-python --out python.jsonl
 
 Every machine has this corpus. Writes one JSON line per source file, without tests and installed
 packages.
@@ -15,7 +17,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.files import write_file_atomically
 from titanlite.log import pluralize
@@ -23,13 +24,13 @@ from titanlite.log import pluralize
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` must not end in a traceback
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         documents, size = collect(Path(sysconfig.get_paths()["stdlib"]), Path(args.out))
     except UserError as error:
@@ -62,7 +63,3 @@ def source_files(library: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(library):
         below[:] = [name for name in below if name not in EXCLUDED]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """Look at the data of a corpus or of a run.
 
-  python scripts/inspect_data.py sample corpus/train 17 --tokenizer corpus/tokenizer.model
-  python scripts/inspect_data.py position outputs/my_run 4096
-  python scripts/inspect_data.py step outputs/my_run 100
-  python scripts/inspect_data.py search outputs/my_run "def main"
-  python scripts/inspect_data.py dump outputs/my_run/guard/step-70.json
+  python -m titanlite_corpus inspect sample corpus/train 17 --tokenizer corpus/tokenizer.model
+  python -m titanlite_corpus inspect position outputs/my_run 4096
+  python -m titanlite_corpus inspect step outputs/my_run 100
+  python -m titanlite_corpus inspect search outputs/my_run "def main"
+  python -m titanlite_corpus inspect dump outputs/my_run/guard/step-70.json
 
 A run is its job.dump_folder, or the TOML of a job that has not started. Run the script in the
 working directory of the run, because paths in a TOML are relative to it.
@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
 from titanlite.data import SourceConfig, open_tokenizer
 from titanlite.errors import (
     EXIT_DONE,
@@ -84,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if `| head` closes stdout
     try:
@@ -153,7 +152,3 @@ def search(args: argparse.Namespace) -> list[SampleRecord]:
 def is_run(path: str) -> bool:
     """Whether a path is that of a run or of a TOML, not of a corpus."""
     return path.endswith(".toml") or (Path(path) / "config.toml").exists()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,7 +30,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-import checkout  # noqa: F401
 from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
@@ -45,7 +44,7 @@ from titanlite_corpus.prepare import (
 from titanlite_corpus.sides import TRAIN, VALIDATION
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="verify a prepared corpus instead; takes no INPUT",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     _check_arguments(args, parser)
     return args
 
@@ -161,9 +160,10 @@ class ReadingBar(Progress):
         self.update(task, completed=done, total=total)
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(argv: list[str]) -> int:
+    args = parse_arguments(argv)
     configure_log()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # libraries rely on it
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: says how to continue
     try:
         result = run(args)
@@ -270,7 +270,3 @@ def verify(folder: Path) -> str:
 
 def _tokens_in(count: int, noun: str, tokens: int) -> str:
     return f"{pluralize(tokens, 'token')} in {pluralize(count, noun)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,7 @@
-"""scripts/inspect_data.py shows what a run reads, and refuses what does not exist."""
+"""python -m titanlite_corpus inspect shows what a run reads, and refuses what does not exist."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 
@@ -10,7 +9,6 @@ import fsspec
 import numpy as np
 import pytest
 
-from conftest import ROOT
 from titanlite.checkpoint.manifest import CheckpointManifest, write_checkpoint_manifest
 from titanlite.data import BatchDump, open_tokenizer
 from titanlite.data.manifest import write_corpus_manifest
@@ -19,23 +17,16 @@ from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import DataError, format_error, printable
 from titanlite.storage import StorageFolder
+from titanlite_corpus.commands import inspect as inspect_command
 from titanlite_corpus.inspection.documents import CorpusDocuments
 from titanlite_corpus.inspection.run_data import open_run_data
 from titanlite_corpus.inspection.samples import format_sample
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("inspect_data", ROOT / "scripts/inspect_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def inspect(script, capsys):
+def inspect(capsys):
     def run(*argv) -> list[dict]:
-        assert script.main([str(word) for word in (*argv, "--json")]) == 0
+        assert inspect_command.main([str(word) for word in (*argv, "--json")]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -44,7 +35,7 @@ def inspect(script, capsys):
 @pytest.fixture
 def refusal(script, capsys):
     def run(*argv) -> str:
-        assert script.main([str(word) for word in argv]) == 2
+        assert inspect_command.main([str(word) for word in argv]) == 2
         return capsys.readouterr().err
 
     return run

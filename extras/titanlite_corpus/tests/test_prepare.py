@@ -497,7 +497,9 @@ def run_script(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def test_the_scripts_make_a_corpus_of_this_pythons_library(tmp_path):
-    collected = run_script("scripts/collect_python.py", "--out", tmp_path / "python.jsonl")
+    collected = run_script(
+        "-m", "titanlite_corpus", "collect-python", "--out", tmp_path / "python.jsonl"
+    )
     assert collected.returncode == 0, collected.stderr
     lines = (tmp_path / "python.jsonl").read_bytes().splitlines()
     documents = [json.loads(line) for line in lines]

@@ -1,4 +1,6 @@
-"""Coordinate check of muP: python scripts/check_mup.py --job.config_file TOML [--section.key …]
+"""Coordinate check of muP.
+
+  python -m titanlite_lab check-mup --job.config_file TOML [--section.key …]
 
 Trains models of several widths on one small batch with the job's optimizer, with muP and without,
 and prints how the change of each module's output scales with the width. The narrowest model has
@@ -9,11 +11,9 @@ vanishes with the width; 2: one does.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.job import read_job
 from titanlite_lab.mup.check import (
@@ -89,8 +89,3 @@ def _print_table(curves: dict[str, WidthCurves], steps: int) -> None:
     for module in next(iter(curves.values())).change:
         slopes = "".join(f"{of.slope(module):+10.2f}" for of in curves.values())
         print(f"  {module:32}{slopes}")
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Compare the metrics of two runs: python scripts/compare_runs.py RUN_A RUN_B
+"""Compare the metrics of two runs: python -m titanlite_lab compare RUN_A RUN_B
 
 At every step that both runs have, loss, z_loss, grad_norm, lr and validation losses must agree
 within the tolerance, and tokens and samples exactly. Exit code: 0 the runs agree, 1 they differ, 2
@@ -8,11 +8,9 @@ they cannot be compared.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
 from titanlite_lab.compare import compare_runs, draw_comparison, format_comparison, verdict
 
@@ -58,8 +56,3 @@ def main(argv: list[str]) -> int:
         print(format_error(error), file=sys.stderr)
     print(printable(verdict(comparison)))
     return EXIT_DIFFERENT if comparison.different else EXIT_DONE
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

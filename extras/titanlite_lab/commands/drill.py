@@ -1,6 +1,6 @@
 """Inject faults into a run and check that it ends as a run without faults does.
 
-python scripts/fault_drill.py --faults 20 --ranks 2 --out drill -- --job.config_file run.toml
+python -m titanlite_lab drill --faults 20 --ranks 2 --out drill -- --job.config_file run.toml
 
 Trains once without faults in OUT/undisturbed, and once in OUT/disturbed with random faults; after
 each fault the same torchrun command is started again. Both runs must end at the same step with
@@ -17,24 +17,22 @@ import argparse
 import random
 import re
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
-from drill.comparison import TOLERANCE, find_differences, find_worse_validation
-from drill.faults import PROCESS_FAULTS
-from drill.numerical import NUMERICAL_FAULTS, kill_in_a_roll_back
-from drill.run import Drill
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite_lab.drill.comparison import TOLERANCE, find_differences, find_worse_validation
+from titanlite_lab.drill.faults import PROCESS_FAULTS
+from titanlite_lab.drill.numerical import NUMERICAL_FAULTS, kill_in_a_roll_back
+from titanlite_lab.drill.run import Drill
 
 MAX_SHOWN_DIFFERENCES = 20
 MAX_RUN_SECONDS = 24 * 3600
 FAULTS = PROCESS_FAULTS | NUMERICAL_FAULTS | {"kill_in_a_roll_back": kill_in_a_roll_back}
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "job", nargs="+", help="after --: arguments of train.py; the job must be deterministic"
     )
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def parse_poison(text: str) -> dict[str, Any]:
@@ -125,8 +123,8 @@ def run_drill(args: argparse.Namespace) -> int:
     return EXIT_USER_ERROR if differences else EXIT_DONE
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(argv: list[str]) -> int:
+    args = parse_arguments(argv)
     if args.out.exists():
         print(f"titanlite: --out {args.out}: exists; name a new folder.", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -136,8 +134,3 @@ def main() -> int:
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main())

@@ -1,13 +1,11 @@
-"""Plot the losses and learning rate of a run: python scripts/draw_loss.py RUN_FOLDER"""
+"""Plot the losses and learning rate of a run: python -m titanlite_lab loss RUN_FOLDER"""
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.metrics import METRICS_FILE
 from titanlite_lab.loss_curve import draw_loss
@@ -28,8 +26,3 @@ def main(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     print(out)
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Write a report of one or several runs: python scripts/report_run.py RUN… --out report.html
+"""Write a report of one or several runs: python -m titanlite_lab report RUN… --out report.html
 
 One HTML page without network: loss with its events, validation, learning rate, norms, throughput,
 where the time went, checkpoints, differences of the configurations, and advice with the figure that
@@ -8,11 +8,9 @@ each follows from. Works while a run is training, too.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
 from titanlite_lab.report.advice import advise
 from titanlite_lab.report.run import write_report
@@ -36,8 +34,3 @@ def main(argv: list[str]) -> int:
             print(printable(f"{run.name}: {advice.title}: {advice.figure}. {advice.action}"))
     print(out)
     return EXIT_DONE
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Scaling laws: python scripts/scaling_laws.py COMMAND …
+"""Scaling laws: python -m titanlite_lab scaling-laws COMMAND …
 
 fit SOURCE       fit a law to a table (CSV) or to a folder of runs, with its errors and picture
 optimum BUDGET   the model size and the tokens for FLOPs, GPU-hours, money, or a loss
@@ -9,15 +9,13 @@ ladder TOML      write the TOMLs of small runs to fit
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
-import checkout  # noqa: F401
-from scaling.bias import add_bias_arguments, run_bias
-from scaling.fit import add_fit_arguments, run_fit
-from scaling.ladder import add_ladder_arguments, run_ladder
-from scaling.optimum import add_optimum_arguments, run_optimum
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite_lab.scaling.commands.bias import add_bias_arguments, run_bias
+from titanlite_lab.scaling.commands.fit import add_fit_arguments, run_fit
+from titanlite_lab.scaling.commands.ladder import add_ladder_arguments, run_ladder
+from titanlite_lab.scaling.commands.optimum import add_optimum_arguments, run_optimum
 
 
 def main(argv: list[str]) -> int:
@@ -45,8 +43,3 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add_arguments(command)
         command.set_defaults(run=run)
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

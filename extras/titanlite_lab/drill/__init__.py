@@ -1,1 +1,1 @@
-"""Parts of scripts/fault_drill.py."""
+"""Parts of python -m titanlite_lab drill."""

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drill.run import Drill
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.metrics import METRICS_FILE
 from titanlite.storage import StorageFolder
+from titanlite_lab.drill.run import Drill
 
 TOLERANCE = 1e-5  # relative, between losses of different layouts
 MAX_DAMAGE = 0.02  # relative, between the validation losses of a poisoned run and a clean one

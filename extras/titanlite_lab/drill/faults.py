@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from drill.run import Drill, find_rank_pids, is_running
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.files import write_file_atomically
 from titanlite.metrics import METRICS_FILE
 from titanlite.runtime.lease import LEASE_FILE
 from titanlite.storage import StorageFolder
+from titanlite_lab.drill.run import Drill, find_rank_pids, is_running
 
 
 def kill_a_rank(drill: Drill) -> str:

@@ -1,6 +1,6 @@
-"""Run train.py with numerical faults, for scripts/fault_drill.py and the tests.
+"""Run train.py with numerical faults, for the drill and the tests.
 
-python scripts/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
+python …/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
 
 ARGS are those of train.py, which has no code for this: the builders in titanlite/job/build.py are
 wrapped from outside.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from titanlite.data import SampleStream
 from titanlite.distributed.rendezvous import launched_rank_and_world_size

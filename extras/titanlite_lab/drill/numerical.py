@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from drill.faults import signal_a_rank
-from drill.run import Drill
 from titanlite.errors import CheckpointError
+from titanlite_lab.drill.faults import signal_a_rank
+from titanlite_lab.drill.run import Drill
 
 SECONDS_TO_NOTICE = 120
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from titanlite.errors import CheckpointError
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+TRAIN = Path(__file__).parents[3] / "train.py"
 INJECTOR = Path(__file__).with_name("injector.py")
 
 

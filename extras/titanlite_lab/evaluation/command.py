@@ -36,9 +36,9 @@ from titanlite_lab.evaluation.run_tasks import (
 DTYPES_OF_WEIGHTS = ("float32", "bfloat16", "float16")
 DESCRIPTION = """Evaluate a checkpoint on downstream tasks, with lm-eval.
 
-  python scripts/evaluate.py outputs/my_run
-  python scripts/evaluate.py outputs/my_run/checkpoint/step-100 --tasks python_cloze hellaswag
-  python scripts/evaluate.py exported --out results.json
+  python -m titanlite_lab evaluate outputs/my_run
+  python -m titanlite_lab evaluate outputs/my_run/checkpoint/step-100 --tasks python_cloze hellaswag
+  python -m titanlite_lab evaluate exported --out results.json
 
 The model is a step-N folder, a run (its newest valid checkpoint), or a Hugging Face folder. It is
 loaded in one process, without its optimizer, whatever layout saved it."""
@@ -71,7 +71,6 @@ def run_command(argv: list[str]) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="evaluate.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -172,7 +172,7 @@ def _open_export(folder: str, settings: EvaluationSettings, device: torch.device
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(
             f"{folder}: transformers cannot load it ({reason}).",
-            fix="Give a folder that scripts/convert_checkpoint.py to-hf wrote.",
+            fix="Give a folder that python scripts/checkpoint.py to-hf wrote.",
         ) from error
 
 

@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError, DataError
 from titanlite_lab.compare import compare_runs, draw_comparison, format_comparison, verdict
 
 ROOT = Path(__file__).parents[3]
+PATHS = f"{ROOT}:{ROOT / 'extras'}"
 STEPS = range(1, 101)
 
 
@@ -222,10 +223,10 @@ def test_the_plot_shows_both_runs_and_their_first_difference(compare, tmp_path):
 
 def run_script(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *map(str, arguments)],
+        [sys.executable, "-m", "titanlite_lab", "compare", *map(str, arguments)],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={"PYTHONPATH": PATHS, "PATH": ""},
     )
 
 
@@ -260,8 +261,8 @@ def test_a_plot_that_cannot_be_written_is_a_user_error(compare, tmp_path):
 
 def test_a_reader_that_stops_early_gets_no_traceback(tmp_path):
     run = write_run(tmp_path / "a", [step_line(n) for n in STEPS])
-    script = f"{sys.executable} {ROOT / 'scripts' / 'compare_runs.py'} {run} {run}"
-    environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
+    script = f"{sys.executable} -m titanlite_lab compare {run} {run}"
+    environment = {"PYTHONPATH": PATHS, "PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
     piped = subprocess.run(
         ["bash", "-c", f"{script} | true"], capture_output=True, text=True, env=environment
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
 
 import pytest
 
-from conftest import ROOT
 from titanlite.errors import ConfigError
 from titanlite.job import read_job
 from titanlite.optim import OPTIMIZERS
+from titanlite_lab.commands import check_mup
 from titanlite_lab.mup.check import CoordinateCheck, measure_widths
 
 MODEL = [
@@ -82,21 +81,19 @@ def test_an_optimizer_without_a_rule_is_refused(monkeypatch):
 def test_the_script_prints_slopes_draws_the_curves_and_exits_with_the_result(
     tmp_path, monkeypatch, capsys
 ):
-    main = runpy.run_path(str(ROOT / "scripts" / "check_mup.py"))["main"]
     argv = [*MODEL, "--factors=1,4", "--steps=2", "--seeds=1", f"--out={tmp_path / 'check.png'}"]
-    assert main(argv) == 0
+    assert check_mup.main(argv) == 0
     assert "layers.0.attention logits" in capsys.readouterr().out
     assert (tmp_path / "check.png").stat().st_size
-    assert main([*argv, "--optimizer.name=Adam"]) == 2
+    assert check_mup.main([*argv, "--optimizer.name=Adam"]) == 2
     assert "Adam adds" in capsys.readouterr().err
     use_rule(monkeypatch, lambda scale: 1.0)
-    assert main(argv) == 2
+    assert check_mup.main(argv) == 2
     assert "outside -0.75 … 0.25" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--steps=0", "--seeds=0"])
 def test_a_check_without_steps_or_models_is_refused(option, capsys):
-    main = runpy.run_path(str(ROOT / "scripts" / "check_mup.py"))["main"]
     with pytest.raises(SystemExit):
-        main([*MODEL, option])
+        check_mup.main([*MODEL, option])
     assert "must be at least 1" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""scripts/fault_drill.py on a tiny run: each fault is noticed, and changes nothing."""
+"""python -m titanlite_lab drill on a tiny run: each fault is noticed, and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def run_drill(tmp_path, run_toml, *options: str, job: tuple[str, ...] = ()) -> s
     """Output of a drill that must find no difference."""
     drill = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "scripts" / "fault_drill.py"), *options),
+            *(sys.executable, "-m", "titanlite_lab", "drill", *options),
             *("--out", str(tmp_path / "drill"), "--longest", "0.2", "--"),
             *("--job.config_file", str(run_toml), "--validation.enable", "false", *job),
         ],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'extras'}"},
     )
     assert drill.returncode == 0, drill.stdout + drill.stderr
     return drill.stdout

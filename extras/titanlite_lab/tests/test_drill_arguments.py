@@ -1,10 +1,9 @@
-"""Arguments of scripts/fault_drill.py, and the faults that it injects."""
+"""Arguments of python -m titanlite_lab drill, and the faults that it injects."""
 
 from __future__ import annotations
 
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,17 +14,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import ROOT
-from scripts.drill.injector import FaultyEngine, Injector, NumericalFault
+from titanlite_lab.commands.drill import parse_arguments
+from titanlite_lab.drill.injector import FaultyEngine, Injector, NumericalFault
+from titanlite_lab.drill.numerical import names_rank
+from titanlite_lab.drill.run import Drill, find_rank_pids, is_running
 
 
 def test_a_range_without_an_end_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    parse = runpy.run_path(str(ROOT / "scripts" / "fault_drill.py"))["parse_arguments"]
-    argv = ["fault_drill.py", "--poison", "480", "--out", str(tmp_path / "out"), "job"]
-    monkeypatch.setattr("sys.argv", argv)
+    argv = ["--poison", "480", "--out", str(tmp_path / "out"), "job"]
     with pytest.raises(SystemExit):
-        parse()
+        parse_arguments(argv)
     assert "must be FIRST:LAST" in capsys.readouterr().err
 
 
@@ -38,8 +36,6 @@ def test_a_range_without_an_end_is_refused_before_anything_runs(tmp_path, monkey
     ],
 )
 def test_the_rank_that_a_log_line_names_is_found(line, named, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    names_rank = runpy.run_path(str(ROOT / "scripts" / "drill" / "numerical.py"))["names_rank"]
     assert [rank for rank in range(13) if names_rank(line, rank)] == named
 
 
@@ -52,23 +48,21 @@ def test_a_fault_of_the_loss_changes_the_cross_entropy():
 
 def test_a_drill_that_fails_leaves_no_rank_running(tmp_path, monkeypatch):
     """A rank has a session of its own: killing torchrun's group would not end it."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    drill_run = runpy.run_path(str(ROOT / "scripts" / "drill" / "run.py"))
     launcher = (
         "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time;"
         " time.sleep(600)'], env={**os.environ, 'RANK': '0'}, start_new_session=True).wait()"
     )
-    drill = drill_run["Drill"](tmp_path / "out", [], 1, [[]], random.Random(0), 1.0)
+    drill = Drill(tmp_path / "out", [], 1, [[]], random.Random(0), 1.0)
     drill.run = subprocess.Popen([sys.executable, "-c", launcher])
-    while not (ranks := drill_run["find_rank_pids"](drill.run.pid)):
+    while not (ranks := find_rank_pids(drill.run.pid)):
         time.sleep(0.01)
     drill.kill()
     assert drill.run.returncode == -signal.SIGKILL
     for _ in range(600):
-        if not drill_run["is_running"](ranks[0]):
+        if not is_running(ranks[0]):
             break
         time.sleep(0.1)
-    assert not drill_run["is_running"](ranks[0])
+    assert not is_running(ranks[0])
 
 
 STUB = """
@@ -84,8 +78,10 @@ sys.exit(2)
 
 def test_the_second_job_on_a_folder_has_the_ranks_of_the_first(tmp_path, monkeypatch):
     """One process would fail in its checks of the layout, before it asks for the lease."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    faults, run = import_module("drill.faults"), import_module("drill.run")
+    faults, run = (
+        import_module("titanlite_lab.drill.faults"),
+        import_module("titanlite_lab.drill.run"),
+    )
     stub = tmp_path / "train.py"
     stub.write_text(STUB)
     for module in (faults, run):

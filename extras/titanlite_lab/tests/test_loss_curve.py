@@ -71,12 +71,12 @@ def test_smoothing_does_not_bend_a_line_and_skips_nan():
 
 
 def test_a_wrong_folder_is_one_error_line_and_exit_code_2(tmp_path):
-    script = [sys.executable, str(ROOT / "scripts" / "draw_loss.py")]
+    script = [sys.executable, "-m", "titanlite_lab", "loss"]
     run = subprocess.run(
         [*script, str(tmp_path / "nowhere")],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'extras'}", "PATH": ""},
     )
     assert run.returncode == 2
     assert run.stderr.startswith("titanlite: ") and run.stderr.count("\n") == 1

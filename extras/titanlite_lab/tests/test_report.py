@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from scripts import report_run
 from titanlite.errors import DataError
+from titanlite_lab.commands import report as report_run
 from titanlite_lab.report.advice import advise
 from titanlite_lab.report.chart import Chart, ChartLine, ChartMarker, format_number, thin_out
 from titanlite_lab.report.history import read_run, read_runs

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from conftest import ROOT
 from titanlite.job import read_job
 from titanlite.models import LLAMA3
 from titanlite.settings import to_toml
+from titanlite_lab.commands import scaling_laws
 from titanlite_lab.scaling.ladder import LadderGrid, LadderSize, plan_ladder, write_ladder
 from titanlite_lab.scaling.laws import PARAMETER_COUNTS, ScalingLaw
 from titanlite_lab.scaling.runs import count_parameters_by_kind
@@ -36,12 +35,6 @@ global_batch_size = 4
 [validation]
 enable = true
 """
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    return runpy.run_path(str(ROOT / "scripts" / "scaling_laws.py"))["main"]
 
 
 @pytest.fixture
@@ -80,8 +73,8 @@ def pretend_run(path, law, count="matmul", final=True):
     (job.folder / "metrics.jsonl").write_text(text)
 
 
-def test_every_rung_passes_the_checks_of_train_py(script, base, capsys):
-    assert script(ladder(base, "--tokens-per-parameter", "5,20")) == 0
+def test_every_rung_passes_the_checks_of_train_py(base, capsys):
+    assert scaling_laws.main(ladder(base, "--tokens-per-parameter", "5,20")) == 0
     paths = sorted((base.parent / "runs").glob("*.toml"))
     assert len(paths) == 8
     assert "8 runs" in capsys.readouterr().out
@@ -109,8 +102,8 @@ def test_experts_and_latent_attention_are_as_wide_for_their_model_in_every_rung(
         assert getattr(second, name) == 2 * getattr(first, name), name
 
 
-def test_equal_flops_are_6_n_d_of_the_chosen_count(script, base):
-    assert script(ladder(base, "--flops", "1e11,1e12", "--count", "blocks")) == 0
+def test_equal_flops_are_6_n_d_of_the_chosen_count(base):
+    assert scaling_laws.main(ladder(base, "--flops", "1e11,1e12", "--count", "blocks")) == 0
     for path in (base.parent / "runs").glob("*.toml"):
         job = read_rung(path)
         parameters = count_parameters_by_kind(job.spec, job.sizes)["blocks"]
@@ -127,14 +120,14 @@ def test_each_count_leaves_out_what_it_names():
         assert counts["all"] == counts["matmul"] + (0 if sizes.tied_embeddings else embedding)
 
 
-def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(script, base, capsys):
-    assert script(ladder(base, "--tokens", "1e5,1e6,1e7", "--count", "matmul")) == 0
+def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(base, capsys):
+    assert scaling_laws.main(ladder(base, "--tokens", "1e5,1e6,1e7", "--count", "matmul")) == 0
     for path in (base.parent / "runs").glob("*.toml"):
         pretend_run(path, LAW)
     out, picture = base.parent / "law.json", base.parent / "fit.png"
     fit = ["fit", str(base.parent / "runs"), "--count", "matmul", "--bootstraps", "20"]
     capsys.readouterr()
-    assert script([*fit, "--out", str(out), "--picture", str(picture)]) == 0
+    assert scaling_laws.main([*fit, "--out", str(out), "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "validation set text" in printed and PARAMETER_COUNTS["matmul"] in printed
     found = json.loads(out.read_text())["law"]
@@ -142,14 +135,14 @@ def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(script, base, ca
         assert found[name] == pytest.approx(getattr(LAW, name), rel=1e-6), name
     assert found["count"] == "matmul"
     assert picture.stat().st_size > 10_000
-    assert script(["optimum", "--law", str(out), "--flops", "1e14"]) == 0
+    assert scaling_laws.main(["optimum", "--law", str(out), "--flops", "1e14"]) == 0
     printed = capsys.readouterr().out
     assert "extrapolated" in printed and PARAMETER_COUNTS["matmul"] in printed
     assert f"{LAW.optimum(1e14)[0]:.4g}" in printed
 
 
-def test_runs_that_do_not_compare_are_refused(script, base, capsys):
-    assert script(ladder(base, "--tokens", "1e5,1e6,1e7")) == 0
+def test_runs_that_do_not_compare_are_refused(base, capsys):
+    assert scaling_laws.main(ladder(base, "--tokens", "1e5,1e6,1e7")) == 0
     paths = sorted((base.parent / "runs").glob("*.toml"))
     for path in paths[1:]:
         pretend_run(path, LAW)
@@ -157,16 +150,16 @@ def test_runs_that_do_not_compare_are_refused(script, base, capsys):
     lines = (base.parent / "runs" / paths[0].stem / "metrics.jsonl").read_text().splitlines()
     (base.parent / "runs" / paths[0].stem / "metrics.jsonl").write_text(lines[0] + "\n")
     capsys.readouterr()
-    assert script(["fit", str(base.parent / "runs")]) == 2
+    assert scaling_laws.main(["fit", str(base.parent / "runs")]) == 2
     message = capsys.readouterr().err
     assert "did not reach training.steps" in message and paths[0].stem in message
     assert "no set" in message
 
 
-def test_a_ladder_that_cannot_run_is_refused_with_all_reasons(script, base, capsys):
+def test_a_ladder_that_cannot_run_is_refused_with_all_reasons(base, capsys):
     base.write_text(BASE.replace("global_batch_size = 4", "") + "[lr_scheduler]\ntotal_steps = 9\n")
     arguments = ["ladder", str(base), "--out", str(base.parent / "runs"), "--sizes", "40"]
-    assert script([*arguments, "--tokens", "600"]) == 2
+    assert scaling_laws.main([*arguments, "--tokens", "600"]) == 2
     message = capsys.readouterr().err
     for part in (
         "global_batch_size = -1",
@@ -178,19 +171,19 @@ def test_a_ladder_that_cannot_run_is_refused_with_all_reasons(script, base, caps
     assert not (base.parent / "runs").exists()
 
 
-def test_a_table_with_other_columns_or_text_is_refused(script, tmp_path, capsys):
-    assert script(["fit", str(CHINCHILLA)]) == 2
+def test_a_table_with_other_columns_or_text_is_refused(tmp_path, capsys):
+    assert scaling_laws.main(["fit", str(CHINCHILLA)]) == 2
     assert "'tokens'" in (message := capsys.readouterr().err) and "'flops'" in message
     table = tmp_path / "table.csv"
     table.write_text("parameters,tokens,loss\n1e6,1e9,3\n1e6,many,-2\n2e6,0,3\n")
-    assert script(["fit", str(table)]) == 2
+    assert scaling_laws.main(["fit", str(table)]) == 2
     message = capsys.readouterr().err
     assert "line 3: 'many'" in message and "line 4: '0'" in message
-    assert script(["fit", str(table), "--where", "loss=7"]) == 2
+    assert scaling_laws.main(["fit", str(table), "--where", "loss=7"]) == 2
     assert "no line has loss = 7" in capsys.readouterr().err
 
 
-def test_a_budget_in_money_is_that_in_gpu_hours_and_flops(script, capsys):
+def test_a_budget_in_money_is_that_in_gpu_hours_and_flops(capsys):
     gpu = ["--peak-tflops", "989", "--mfu", "0.4"]
     printed = []
     for budget in (
@@ -198,17 +191,17 @@ def test_a_budget_in_money_is_that_in_gpu_hours_and_flops(script, capsys):
         ["--gpu-hours", "1000", *gpu],
         ["--flops", f"{1000 * 3600 * 989e12 * 0.4}"],
     ):
-        assert script(["optimum", *budget]) == 0
+        assert scaling_laws.main(["optimum", *budget]) == 0
         printed.append(capsys.readouterr().out)
     lines = [[x for x in text.splitlines() if "GPU-hours" not in x] for text in printed]
     assert lines[0] == lines[1] == lines[2]
     assert "2,000 at 2 each" in printed[0]
-    assert script(["optimum", "--money", "2000"]) == 2
+    assert scaling_laws.main(["optimum", "--money", "2000"]) == 2
     assert "needs --peak-tflops, --mfu, --price" in capsys.readouterr().err
 
 
-def test_bias_shows_what_parabolas_find(script, capsys):
-    assert script(["bias"]) == 0
+def test_bias_shows_what_parabolas_find(capsys):
+    assert scaling_laws.main(["bias"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     ratios = [float(row.split()[-2]) for row in rows]
     assert ratios == sorted(ratios) and ratios[0] == 1.001 and ratios[-1] == 1.054

@@ -1,6 +1,6 @@
 """Plot the ranks, stages and pipeline schedule of a job, before it runs.
 
-  python scripts/draw_layout.py RUN.toml --ranks N [--section.key value ...]
+  python -m titanlite_planner draw RUN.toml --ranks N [--section.key value ...]
 
 Settings override those of the TOML, as for train.py: --parallelism.pipeline_parallel_schedule GPipe
 A run with profiling.enable_profiling = true writes traces; --trace adds the times measured in one.
@@ -9,11 +9,9 @@ A run with profiling.enable_profiling = true writes traces; --trace adds the tim
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.job import Job, read_job
 from titanlite_planner.pictures.gantt import PipelineTimeline
@@ -75,8 +73,3 @@ def _read_trace(job: Job, folder: Path) -> PipelineTimeline:
             fix="Give a trace of this job, with the same overrides.",
         )
     return PipelineTimeline(f"measured, {folder.name}", rows, "s")
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

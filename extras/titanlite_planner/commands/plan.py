@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import signal
 import sys
 from pathlib import Path
 
-import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError, format_error
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
@@ -36,7 +34,7 @@ from titanlite_planner.plan.report import memory_parts, part_title, report_lines
 from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
 from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
-CONFIGS = Path(__file__).parents[1] / "train_configs"
+CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def main(argv: list[str]) -> int:
@@ -183,8 +181,3 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", help="runs to fit")
     parser.add_argument("--out", type=Path, help="folder, or file with --rows and --calibrate")
     return parser
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
-    sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,20 @@
-"""scripts/draw_layout.py plots a TOML whose data need not exist, and a trace of the job."""
+"""The planner's draw plots a TOML whose data need not exist, and a trace of the job."""
 
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 
-from conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS
 from titanlite.parallelize.schedule import format_trace_name
+from titanlite_planner.commands import draw as draw_command
 
-SCRIPT = ROOT / "scripts" / "draw_layout.py"
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]
 
 
 def draw(*argv) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, argv)]
+    command = [sys.executable, "-m", "titanlite_planner", "draw", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
@@ -53,7 +52,6 @@ def test_a_layout_is_drawn_without_data_and_with_measured_times(run_toml, tmp_pa
 
 
 def test_user_errors_have_no_traceback(run_toml, tmp_path, capsys):
-    main = runpy.run_path(str(SCRIPT))["main"]
     for argv, message in (
         (["nowhere.toml", "--ranks", 2], "cannot be read"),
         ([run_toml, "--ranks", 0], "--ranks 0: must be at least 1"),
@@ -66,6 +64,6 @@ def test_user_errors_have_no_traceback(run_toml, tmp_path, capsys):
         ([run_toml, "--ranks", 2, "--out", "/proc/nowhere/x"], "cannot be written"),
         ([run_toml, "--ranks", 2, "--paralelism.tensor_parallel_degree", 2], "paralelism"),
     ):
-        assert main([str(argument) for argument in argv]) == 2
+        assert draw_command.main([str(argument) for argument in argv]) == 2
         error = capsys.readouterr().err
         assert error.startswith("titanlite: ") and message in error

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
 
 import pytest
 
 import train
 from conftest import ROOT
-
-plan = runpy.run_path(str(ROOT / "scripts" / "plan.py"))["main"]
+from titanlite_planner.commands.plan import main as plan
 
 
 def test_the_planned_toml_passes_the_check_of_train_py(run_toml, tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""Parts of scripts/scaling_laws.py: one module for each command."""
+"""Parts of python -m titanlite_lab scaling-laws: one module for each command."""

@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from scaling.arguments import find_law, positive
 from titanlite_lab.scaling import isoflop
+from titanlite_lab.scaling.commands.arguments import find_law, positive
 
 BIAS_WIDTHS = (1.5, 2.0, 4.0, 8.0, 16.0)  # of the sizes around the optimum, as factors
 BIAS_BUDGETS = np.geomspace(1e18, 1e21, 7)

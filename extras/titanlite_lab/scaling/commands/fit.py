@@ -7,12 +7,12 @@ import math
 from operator import attrgetter
 from pathlib import Path
 
-from scaling.arguments import pair, positive_int
 from titanlite.errors import DataError
 from titanlite.metrics import METRICS_FILE
 from titanlite_lab.loss_curve import smooth
 from titanlite_lab.report.history import RunHistory, read_run
 from titanlite_lab.scaling import isoflop
+from titanlite_lab.scaling.commands.arguments import pair, positive_int
 from titanlite_lab.scaling.files import TableColumns, read_table, write_law
 from titanlite_lab.scaling.fit import FIT_METHODS, FittedLaw, LossPoints, fit_law
 from titanlite_lab.scaling.laws import LAW_FIELDS, PARAMETER_COUNTS, ScalingLaw

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scaling.arguments import numbers, sizes
 from titanlite.job import read_job
+from titanlite_lab.scaling.commands.arguments import numbers, sizes
 from titanlite_lab.scaling.ladder import LadderGrid, plan_ladder, write_ladder
 from titanlite_lab.scaling.laws import PARAMETER_COUNTS
 

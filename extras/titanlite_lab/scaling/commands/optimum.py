@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scaling.arguments import find_law, positive
 from titanlite.errors import ConfigError
 from titanlite_lab.scaling import laws as scaling_laws
+from titanlite_lab.scaling.commands.arguments import find_law, positive
 from titanlite_lab.scaling.files import StoredLaw
 from titanlite_lab.scaling.laws import PARAMETER_COUNTS, Allocation, Demand, ScalingLaw
 
