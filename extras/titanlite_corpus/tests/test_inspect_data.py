@@ -33,7 +33,7 @@ def inspect(capsys):
 
 
 @pytest.fixture
-def refusal(script, capsys):
+def refusal(capsys):
     def run(*argv) -> str:
         assert inspect_command.main([str(word) for word in argv]) == 2
         return capsys.readouterr().err

@@ -37,10 +37,10 @@ def main(argv: list[str]) -> int:
         help="widths, as multiples of the narrowest model's (default: 1,2,4,8)",
     )
     parser.add_argument(
-        "--steps", type=_positive, default=10, help="steps of each model (default: 10)"
+        "--steps", type=_at_least_1, default=10, help="steps of each model (default: 10)"
     )
     parser.add_argument(
-        "--seeds", type=_positive, default=3, help="models of each width (default: 3)"
+        "--seeds", type=_at_least_1, default=3, help="models of each width (default: 3)"
     )
     parser.add_argument(
         "--wider_heads", action="store_true", help="widen the heads instead of adding heads"
@@ -76,7 +76,7 @@ def _factors(text: str) -> tuple[int, ...]:
     return factors
 
 
-def _positive(text: str) -> int:
+def _at_least_1(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number

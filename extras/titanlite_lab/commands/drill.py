@@ -32,7 +32,7 @@ MAX_RUN_SECONDS = 24 * 3600
 FAULTS = PROCESS_FAULTS | NUMERICAL_FAULTS | {"kill_in_a_roll_back": kill_in_a_roll_back}
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
+def parse_drill_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +124,7 @@ def run_drill(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    args = parse_arguments(argv)
+    args = parse_drill_arguments(argv)
     if args.out.exists():
         print(f"titanlite: --out {args.out}: exists; name a new folder.", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from titanlite_lab.evaluation.command import run_command
+from titanlite_lab.evaluation.command import run_evaluation
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(run_evaluation(sys.argv[1:]))

@@ -44,7 +44,7 @@ The model is a step-N folder, a run (its newest valid checkpoint), or a Hugging 
 loaded in one process, without its optimizer, whatever layout saved it."""
 
 
-def run_command(argv: list[str]) -> int:
+def run_evaluation(argv: list[str]) -> int:
     """Run the evaluation that the arguments describe; returns the exit code."""
     args = _build_parser().parse_args(argv)
     if args.background:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titanlite_lab.commands.drill import parse_arguments
+from titanlite_lab.commands.drill import parse_drill_arguments
 from titanlite_lab.drill.injector import FaultyEngine, Injector, NumericalFault
 from titanlite_lab.drill.numerical import names_rank
 from titanlite_lab.drill.run import Drill, find_rank_pids, is_running
@@ -23,7 +23,7 @@ from titanlite_lab.drill.run import Drill, find_rank_pids, is_running
 def test_a_range_without_an_end_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
     argv = ["--poison", "480", "--out", str(tmp_path / "out"), "job"]
     with pytest.raises(SystemExit):
-        parse_arguments(argv)
+        parse_drill_arguments(argv)
     assert "must be FIRST:LAST" in capsys.readouterr().err
 
 

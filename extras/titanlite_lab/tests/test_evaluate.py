@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.errors import ConfigError, DataError
 from titanlite.generate import load_model
 from titanlite.storage import StorageFolder
-from titanlite_lab.evaluation.command import run_command
+from titanlite_lab.evaluation.command import run_evaluation
 from titanlite_lab.evaluation.results import scores_of_tasks
 from titanlite_lab.evaluation.run_tasks import TASK_SET, EvaluationSettings, evaluate_model
 
@@ -162,7 +162,7 @@ def test_the_script_gives_the_numbers_of_lm_eval_through_transformers(
     results = []
     for model in (checkpoints[0], tmp_path / "hf"):
         out = tmp_path / "results.json"
-        assert run_command([str(model), "--out", str(out), "--limit", "8"]) == 0
+        assert run_evaluation([str(model), "--out", str(out), "--limit", "8"]) == 0
         results.append(json.loads(out.read_bytes()))
         shown = capsys.readouterr().out
         assert all(name in shown for name in ("python_cloze", "bits_per_byte", "perplexity"))
@@ -179,13 +179,13 @@ def test_the_script_gives_the_numbers_of_lm_eval_through_transformers(
 
 def test_without_lm_eval_the_install_command_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert run_command([str(tmp_path)]) == 2
+    assert run_evaluation([str(tmp_path)]) == 2
     assert "pip install 'titanlite[eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--threads", "--limit", "--shots"])
 def test_a_negative_number_is_refused_without_a_traceback(option, capsys):
-    assert run_command(["run", option, "-1", "--device", "cpu"]) == 2
+    assert run_evaluation(["run", option, "-1", "--device", "cpu"]) == 2
     assert f"{option} -1: must be at least 0" in capsys.readouterr().err
 
 
@@ -197,7 +197,7 @@ def test_mistakes_are_refused_before_anything_is_evaluated(tmp_path, capsys):
         ([str(tmp_path), "--out", "/dev/null/x/y.json"], "/y.json: cannot be written (Not a dir"),
         ([str(tmp_path)], f"{tmp_path}: is not a checkpoint"),  # but a folder of shards
     ):
-        assert run_command([*arguments, "--device", "cpu"]) == 2
+        assert run_evaluation([*arguments, "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err
 
 

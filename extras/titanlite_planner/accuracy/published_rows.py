@@ -176,7 +176,7 @@ BLOOM_HEADS = 64  # "all NHEADS=64 (above too)", bigscience chronicles-prequel.m
 @cache
 def published_models() -> dict[str, dict[str, Any]]:
     """Published sizes by the name of a model in lower case."""
-    text = files("titanlite_planner").joinpath("published_models.toml").read_text("utf-8")
+    text = files("titanlite_planner.accuracy").joinpath("published_models.toml").read_text("utf-8")
     models = {}
     for name, table in parse_toml(text)["models"].items():
         sizes = {key: value for key, value in table.items() if key not in ("names", "source")}

@@ -176,7 +176,7 @@ def _assumptions(request: PlanRequest, step: PlannedStep) -> str:
 @cache
 def published_errors() -> dict[str, Any]:
     """Rows, median error and fraction within 20 %, by kind and GPU; of benchmarks/planner_page."""
-    text = files("titanlite_planner").joinpath("published_errors.toml").read_text("utf-8")
+    text = files("titanlite_planner.accuracy").joinpath("published_errors.toml").read_text("utf-8")
     return parse_toml(text)
 
 

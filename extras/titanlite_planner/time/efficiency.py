@@ -36,7 +36,7 @@ class Efficiency:
 @cache
 def efficiency_sets() -> dict[str, Efficiency]:
     """The sets in `efficiency.toml`, by GPU type."""
-    text = files("titanlite_planner").joinpath("efficiency.toml").read_text(encoding="utf-8")
+    text = files("titanlite_planner.time").joinpath("efficiency.toml").read_text(encoding="utf-8")
     return {name: Efficiency(**table) for name, table in parse_toml(text)["efficiency"].items()}
 
 
