@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from functools import partial
 
 from titanlite.config_reference import print_help
 from titanlite.distributed.error_report import ErrorReport
@@ -18,7 +17,6 @@ from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
-from titanlite.planning import advise_on_memory, report_dry_run
 from titanlite.runtime import exit_with_launcher
 from titanlite.training import train
 
@@ -40,21 +38,14 @@ def main(argv: list[str]) -> int:
         job.log_start(rank)
         if job.config.job.check:
             return EXIT_DONE
-        return run_dry(job) if job.config.job.dry_run else run_job(job, began, report)
+        return run_job(job, began, report)
     except (Exception, KeyboardInterrupt) as error:
         return report.finish(error)
 
 
-def run_dry(job: Job) -> int:
-    """Run one step of every kind of rank without the other ranks; returns the exit code."""
-    for line in report_dry_run(job):
-        print(line, flush=True)
-    return EXIT_DONE
-
-
 def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
-    with open_services(job, began, partial(advise_on_memory, job), report) as services:
+    with open_services(job, began, report) as services:
         if services.folder_lock.stopped_in_this_launch():
             logger.info("already stopped in this launch; start the same command again to resume")
             return EXIT_STOPPED

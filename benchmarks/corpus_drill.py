@@ -31,8 +31,8 @@ import xxhash
 
 from benchmarks.corpus_engine import ROOT, Cluster, environment
 from benchmarks.synthetic_corpus import write_corpus
-from titanlite.corpus.recipe import WORK
-from titanlite.corpus.task import RECORD
+from titanlite_corpus.recipe import WORK
+from titanlite_corpus.task import RECORD
 
 # of one process, with --table-mib 64 and the tokenizer "bytes": docs/how-to/prepare-a-corpus.md
 PEAK_BYTES = 1_200_000_000
@@ -53,8 +53,8 @@ rules = ["language", "gopher_quality", "gopher_repetition", "personal_data"]
 
 PREPARE = """
 import runpy, sys
-import titanlite.corpus.read
-titanlite.corpus.read.TABLE_BYTES = int(sys.argv.pop(1)) << 20
+import titanlite_corpus.read
+titanlite_corpus.read.TABLE_BYTES = int(sys.argv.pop(1)) << 20
 runpy.run_path("scripts/prepare_data.py", run_name="__main__")
 """
 

@@ -27,11 +27,11 @@ import psutil  # comes with distributed
 from distributed import Client
 
 from benchmarks.synthetic_corpus import COMMON
-from titanlite.corpus.dask_engine import DaskEngine
-from titanlite.corpus.engine import EngineCall, LocalEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import RecipeFile, load_recipe
-from titanlite.corpus.task import StageProgress
+from titanlite_corpus.dask_engine import DaskEngine
+from titanlite_corpus.engine import EngineCall, LocalEngine
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.recipe import RecipeFile, load_recipe
+from titanlite_corpus.task import StageProgress
 
 ROOT = Path(__file__).parents[1]
 TASKS, WARM_UP = 2000, 200  # empty tasks; of these the first are not counted

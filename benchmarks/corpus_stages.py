@@ -16,14 +16,14 @@ from typing import Any
 import tiktoken
 
 from benchmarks.synthetic_corpus import write_corpus
-from titanlite.corpus.documents import TEXT, read_tables
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.read import CorpusSource, ReadConfig, plan_reading
-from titanlite.corpus.shuffle import ShuffleConfig, plan_shuffle, plan_shuffled_shards
-from titanlite.corpus.task import Task, run_tasks
-from titanlite.corpus.tokenise import TokeniseSettings, plan_tokenising
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import SPLIT_PATTERN, Tokenizer, open_tokenizer, parse_ranks
+from titanlite_corpus.documents import TEXT, read_tables
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.read import CorpusSource, ReadConfig, plan_reading
+from titanlite_corpus.shuffle import ShuffleConfig, plan_shuffle, plan_shuffled_shards
+from titanlite_corpus.task import Task, run_tasks
+from titanlite_corpus.tokenise import TokeniseSettings, plan_tokenising
 
 
 def main() -> None:

@@ -256,7 +256,7 @@ def _record_run(
 
 
 def _draw(runs: dict[str, list[LoadStatistics]], out: Path) -> None:
-    from titanlite.plots.figure import new_figure, save_figure
+    from titanlite_lab.figure import new_figure, save_figure
 
     figure = new_figure(10.0, 3.6, layout="constrained")
     labels = {"load_cv": "coefficient of variation", "load_max": "busiest expert / mean load"}

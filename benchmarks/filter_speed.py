@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from titanlite.corpus.documents import TEXT, build_table
-from titanlite.corpus.filters import FilterConfig, filter_table, open_rules
-from titanlite.corpus.filters.text_block import TextBlock, divide_into_blocks
+from titanlite_corpus.documents import TEXT, build_table
+from titanlite_corpus.filters import FilterConfig, filter_table, open_rules
+from titanlite_corpus.filters.text_block import TextBlock, divide_into_blocks
 
 RULES = ["length", "gopher_quality", "gopher_repetition", "c4", "fineweb", "personal_data"]
 RULES += ["language"] if importlib.util.find_spec("py3langid") else []

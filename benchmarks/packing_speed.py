@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.corpus.packing.best_fit import pack_best_fit
-from titanlite.corpus.packing.windows import PackSettings, pack_shard
+from titanlite_corpus.packing.best_fit import pack_best_fit
+from titanlite_corpus.packing.windows import PackSettings, pack_shard
 
 
 def measure_corpus(corpus: Path, seq_len: int) -> None:

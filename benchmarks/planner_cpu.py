@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from titanlite.planning.calibrate import read_measured_run
-from titanlite.planning.hardware import measure_cpu
-from titanlite.planning.step_time import estimate_step
-from titanlite.planning.workload import Workload
+from titanlite_planner.accuracy.calibrate import read_measured_run
+from titanlite_planner.hardware import measure_cpu
+from titanlite_planner.time.step import estimate_step
+from titanlite_planner.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 SIZES = {

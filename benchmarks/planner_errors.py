@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titanlite.planning.row_errors import error_table
-from titanlite.planning.rows import predict_rows, read_rows, write_predictions
+from titanlite_planner.accuracy.row_errors import error_table
+from titanlite_planner.accuracy.rows import predict_rows, read_rows, write_predictions
 
 RUNS = Path(__file__).parent / "published_runs.csv"
 

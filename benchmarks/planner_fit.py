@@ -1,7 +1,7 @@
 """Fit the efficiency set of each GPU type to published runs, and cross-validate it.
 
 python -m benchmarks.planner_fit                    # print the sets and their errors
-python -m benchmarks.planner_fit --write            # write titanlite/planning/efficiency.toml
+python -m benchmarks.planner_fit --write            # write the planner's time/efficiency.toml
 python -m benchmarks.planner_fit --cross-validate   # errors of one half, fitted to the other
 """
 
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import Cluster
-from titanlite.planning.published_rows import read_row
-from titanlite.planning.step_time import estimate_step
-from titanlite.planning.workload import Workload
+from titanlite_planner.accuracy.published_rows import read_row
+from titanlite_planner.hardware import Cluster
+from titanlite_planner.time.efficiency import Efficiency
+from titanlite_planner.time.step import estimate_step
+from titanlite_planner.workload import Workload
 
 RUNS = Path(__file__).parent / "published_runs.csv"
 TOML = Path(__file__).parents[1] / "titanlite" / "planning" / "efficiency.toml"

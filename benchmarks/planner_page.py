@@ -15,13 +15,13 @@ from pathlib import Path
 
 from benchmarks.planner_fit import cross_validate, measured_rows
 from titanlite.models import ModelShape
-from titanlite.planning.cost import estimate_cost
-from titanlite.planning.hardware import find_cluster
-from titanlite.planning.published_rows import published_models
-from titanlite.planning.row_errors import error_table, model_flops, summarise_errors
-from titanlite.planning.rows import Prediction, predict_rows, read_rows
-from titanlite.planning.step_time import estimate_step
-from titanlite.planning.workload import Layout, Numerics, Overlap, Workload
+from titanlite_planner.accuracy.published_rows import published_models
+from titanlite_planner.accuracy.row_errors import error_table, model_flops, summarise_errors
+from titanlite_planner.accuracy.rows import Prediction, predict_rows, read_rows
+from titanlite_planner.hardware import find_cluster
+from titanlite_planner.plan.cost import estimate_cost
+from titanlite_planner.time.step import estimate_step
+from titanlite_planner.workload import Layout, Numerics, Overlap, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "planner.md"

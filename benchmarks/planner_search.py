@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.errors import UserError
-from titanlite.planning.layout_space import LayoutChoice, LayoutSpace
-from titanlite.planning.plan_report import describe_choice
-from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
-from titanlite.planning.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.layout_space import LayoutChoice, LayoutSpace
+from titanlite_planner.plan.report import describe_choice
+from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
+from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 CONFIGS = Path(__file__).parents[1] / "train_configs"
 SEARCHES = (("llama3/405B", "16384xH100", "2048"), ("llama3/70B", "512xH100", "1024"))

@@ -6,4 +6,5 @@ Otherwise a script of one clone that runs in the environment of another imports 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_ROOT), str(_ROOT / "extras")]

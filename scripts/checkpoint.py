@@ -1,4 +1,4 @@
-"""Inspect the checkpoints of a run: python scripts/checkpoint.py ls outputs/my_run
+"""Inspect, verify and convert checkpoints: python scripts/checkpoint.py ls outputs/my_run
 
 commands:
   ls      list all checkpoints, including unfinished ones and those set aside
@@ -7,6 +7,11 @@ commands:
   show    print the manifest of one checkpoint: job properties, files and tensors
   newest  print the path of the newest valid checkpoint
   rm      remove one checkpoint
+  to-hf   write a folder for transformers' AutoModelForCausalLM and AutoTokenizer
+  from-hf write a checkpoint with only weights from a Hugging Face folder, for
+          checkpoint.initial_load_path and scripts/generate.py
+
+to-hf and from-hf have at most one shard in memory at a time.
 """
 
 from __future__ import annotations
@@ -15,46 +20,74 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 import checkout  # noqa: F401
 from titanlite.checkpoint import (
     CheckpointManifest,
     check_hashes,
     find_newest_checkpoint,
+    from_hugging_face,
     list_steps,
     read_checkpoint_manifest,
     step_sort_key,
+    to_hugging_face,
 )
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
-from titanlite.log import pluralize
+from titanlite.log import configure_log, log_waiting, pluralize
 from titanlite.storage import StorageFolder, is_url
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = {
-        "ls": list_checkpoints,
-        "verify": verify_checkpoints,
-        "show": show_checkpoint,
-        "newest": print_newest,
-        "rm": remove_checkpoint,
-    }
-    parser.add_argument("command", choices=commands)
-    parser.add_argument(
-        "folder",
-        help="a run (its job.dump_folder), its checkpoint folder, or a step-N folder (show and rm:"
-        " only a step-N folder); or a URL of one",
-    )
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     try:
-        return commands[args.command](StorageFolder(args.folder))
+        return args.run(args)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def on_folder(action: Callable[[StorageFolder], int]) -> Callable[[argparse.Namespace], int]:
+        return lambda args: action(StorageFolder(args.folder))
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], folder: str):
+        command = commands.add_parser(name)
+        command.add_argument("folder", help=f"{folder}; or a URL of one")
+        command.set_defaults(run=run)
+        return command
+
+    run_folder = "a run (its job.dump_folder), its checkpoint folder, or a step-N folder"
+    for name, action in {"ls": list_checkpoints, "verify": verify_checkpoints}.items():
+        add(name, on_folder(action), run_folder)
+    add("newest", on_folder(print_newest), run_folder)
+    for name, action in {"show": show_checkpoint, "rm": remove_checkpoint}.items():
+        add(name, on_folder(action), "a step-N folder")
+    export = add("to-hf", export_checkpoint, f"{run_folder} (a run: its newest valid checkpoint)")
+    export.add_argument("out", help="a new folder")
+    export.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the weights; default: as saved",
+    )
+    export.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer file, if the checkpoint has no copy of it"
+    )
+    export.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="of one safetensors file, in GB; default: 5"
+    )
+    add("from-hf", import_folder, "with config.json and safetensors").add_argument(
+        "out", help="a new folder"
+    )
+    return parser.parse_args(argv)
 
 
 def list_checkpoints(folder: StorageFolder) -> int:
@@ -182,7 +215,30 @@ def find_step_folders(folder: StorageFolder) -> list[tuple[StorageFolder, bool]]
     )
 
 
+def export_checkpoint(args: argparse.Namespace) -> int:
+    checkpoint = find_newest_checkpoint(StorageFolder(args.folder))
+    with log_waiting(f"exporting {checkpoint}"):
+        note = to_hugging_face(
+            checkpoint,
+            StorageFolder(args.out),
+            dtype=args.dtype and getattr(torch, args.dtype),
+            tokenizer=args.tokenizer,
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+        )
+    print(f"{args.out}: exported from {checkpoint}. {note}")
+    return EXIT_DONE
+
+
+def import_folder(args: argparse.Namespace) -> int:
+    with log_waiting(f"converting {args.folder}"):
+        manifest = from_hugging_face(StorageFolder(args.folder), StorageFolder(args.out))
+    size = f"{pluralize(len(manifest.tensors), 'tensor')}, {manifest.bytes / 1e6:,.1f} MB"
+    print(f"{args.out}: {size}")
+    return EXIT_DONE
+
+
 if __name__ == "__main__":
+    configure_log()
     if not any(map(is_url, sys.argv)):  # a remote store that disconnects sends SIGPIPE, too
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is not an error
     sys.exit(main())

@@ -1,5 +1,5 @@
 # To be sourced, from any directory: create .venv in the repository's root if needed, activate it.
-#   source scripts/environment.sh        what training needs
+#   source scripts/environment.sh        what training and its pictures need
 #   source scripts/environment.sh dev    also what the tests, ruff and mypy need
 #
 # .venv/stamp identifies what is installed and is written last. If it is missing, an installation
@@ -11,8 +11,8 @@ venv="$root/.venv"
 
 stamp="$(cat "$venv/stamp" 2>/dev/null)" || true
 wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-extras=""
-case "${1:-} $stamp" in dev\ * | *\ +dev) extras="[dev]" wanted="$wanted +dev" ;; esac
+extras=lab
+case "${1:-} $stamp" in dev\ * | *\ +dev) extras=dev wanted="$wanted +dev" ;; esac
 if [ "$stamp" != "$wanted" ]; then
     python="${PYTHON:-python3}"
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -28,7 +28,7 @@ if [ "$stamp" != "$wanted" ]; then
     fi
     # -qq: errors only; without the constraints pip would install the newest torch
     if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
-        -c "$root/constraints.txt" -e "$root$extras"; then
+        -c "$root/constraints.txt" -e "${root}[$extras]"; then
         echo "titanlite: pip could not install the packages; its messages are above." >&2
         exit 2
     fi

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint
-from titanlite.corpus.chat.encode import ChatEncoder
-from titanlite.corpus.chat.template import open_chat_template
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import (
     EXIT_DONE,
@@ -27,6 +25,8 @@ from titanlite.errors import (
 from titanlite.generate import Sampling, TextGenerator, generate, load_generator
 from titanlite.log import configure_log, log_waiting
 from titanlite.storage import StorageFolder
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -94,7 +94,7 @@ def open_encoder(generator: TextGenerator, template: str | None) -> ChatEncoder:
             "--chat: the checkpoint has no chat template.",
             fix="Give that of the fine-tuning recipe: --template llama3, for example.",
         )
-    from titanlite.corpus.chat.jinja import template_of_config  # needs an optional package
+    from titanlite_corpus.chat.jinja import template_of_config  # needs an optional package
 
     name, tokenizer = "the checkpoint's chat template", generator.tokenizer
     return ChatEncoder(tokenizer, template_of_config(generator.published, name, tokenizer))

@@ -10,9 +10,9 @@ unset PYTHONDONTWRITEBYTECODE
 ORACLE=tests/distributed/test_oracle.py::test_every_layout_matches_one_process
 QUICK=(
   tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
-  tests/models tests/kernels tests/optim tests/planning tests/metrics
-  tests/plots --ignore tests/plots/test_compare.py
-  tests/data tests/corpus --ignore tests/corpus/test_prepare.py
+  tests/models tests/kernels tests/optim extras/titanlite_planner/tests tests/metrics
+  extras/titanlite_lab/tests --ignore extras/titanlite_lab/tests/test_compare.py
+  tests/data extras/titanlite_corpus/tests --ignore extras/titanlite_corpus/tests/test_prepare.py
   --deselect tests/data/test_formats.py::test_a_run_on_another_format_resumes_exactly
   tests/parallelize --ignore tests/parallelize/test_compile.py
   tests/runtime/test_start_log.py

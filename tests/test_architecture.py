@@ -16,21 +16,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
 # from the lowest; a package imports only from lower layers and from itself
-LAYERS = [
+LAYERS = [  # of titanlite/
     {"settings", "config_reference", "errors", "files", "labels", "log", "threads"},
     {"data", "distributed", "kernels", "metrics", "storage"},
-    {"corpus", "models"},
+    {"models"},
     {"parallelize", "optim", "checkpoint", "runtime"},
     {"training"},
     {"job"},
-    {"generate", "planning", "plots"},
-    {"evaluation", "inspection"},
+    {"generate"},
 ]
+EXTRAS = ["titanlite_lab", "titanlite_corpus", "titanlite_planner"]  # the last two import the first
 LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-SOURCES = [ROOT / "train.py", *FILES, *sorted((ROOT / "scripts").rglob("*.py"))]
+EXTRA_FILES = [p for p in sorted((ROOT / "extras").rglob("*.py")) if "tests" not in p.parts]
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+SOURCES = [ROOT / "train.py", *FILES, *EXTRA_FILES, *SCRIPTS]
 
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; self and cls are not counted
 MAX_ENTRY_LINES = 80  # of train.py
@@ -53,7 +53,9 @@ THREAD_MODULES = {
     "multiprocessing.pool",
 }
 THREAD_STARTERS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
-SHARED_NAMES: dict[str, str] = {}  # name -> why two modules may both define it
+SHARED_NAMES = {  # name -> why two modules may both define it
+    "main": "the entry of a program",
+}
 OUTSIDE_ASSIGNMENTS = {
     # settings and objects of other libraries that have no setter
     "titanlite/data/bpe.py: tokenizer.pre_tokenizer": "API of Hugging Face tokenizers",
@@ -62,7 +64,7 @@ OUTSIDE_ASSIGNMENTS = {
     ),
     "titanlite/data/tokenizer_json.py: converted.pre_tokenizer": "API of Hugging Face tokenizers",
     "titanlite/data/tokenizer_json.py: converted.decoder": "API of Hugging Face tokenizers",
-    "titanlite/planning/dry_run.py: parameter.grad": "a first update with zero gradients",
+    "extras/titanlite_planner/dry_run/ranks.py: parameter.grad": "a first update, zero gradients",
     "titanlite/distributed/process_group.py: torch.backends.cudnn.benchmark": "torch setting",
     "titanlite/log.py: logger.propagate": "API of the logging module",
     "titanlite/parallelize/activation_checkpoint.py: "
@@ -143,6 +145,20 @@ def test_imports_only_go_down(path):
             )
 
 
+def test_the_trainer_imports_no_extra():
+    for path in [ROOT / "train.py", *FILES]:
+        found = [name for name in imported_modules(path) if name.split(".")[0] in EXTRAS]
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+@pytest.mark.parametrize("path", EXTRA_FILES, ids=lambda p: str(p.relative_to(ROOT / "extras")))
+def test_extras_import_the_trainer_and_the_lab(path):
+    extra = path.relative_to(ROOT / "extras").parts[0]
+    allowed = {"titanlite", "titanlite_lab", extra}
+    ours = {name.split(".")[0] for name in imported_modules(path) if name.startswith("titanlite")}
+    assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
+
+
 def test_the_lowest_layer_needs_only_the_standard_library():
     for path in FILES:
         if LAYER_OF.get(package_of(path)) == 0:
@@ -169,7 +185,7 @@ def test_train_py_is_short():
 def test_no_two_module_level_names_are_equal():
     """One name, one class or function: a reader who searches for it finds one definition."""
     files_of: dict[str, set[str]] = defaultdict(set)
-    for path in FILES:
+    for path in [*FILES, *EXTRA_FILES]:
         for node in parse(path).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 files_of[node.name].add(str(path.relative_to(ROOT)))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import run_on_ranks
 from titanlite.job import job, read_job
 from titanlite.job.build import check_compute_dtypes

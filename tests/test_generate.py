@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint import (
     find_newest_checkpoint,
@@ -24,7 +24,6 @@ from titanlite.checkpoint import (
     to_hugging_face,
 )
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
-from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.errors import CheckpointError, ConfigError
@@ -32,6 +31,7 @@ from titanlite.generate import Sampling, TextGenerator, generate, load_generator
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.storage import StorageFolder
+from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_a_wrong_tokenizer_is_refused_for_generation_and_export(trained, tmp_pat
     option = ("--tokenizer", trained.permuted)
     commands = [
         ("generate.py", "--checkpoint", trained.step, *option),
-        ("convert_checkpoint.py", "to-hf", trained.step, tmp_path / "out", *option),
+        ("checkpoint.py", "to-hf", trained.step, tmp_path / "out", *option),
     ]
     for command in commands:
         done = run_script(*command)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig, read_job

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from conftest import HANG_SECONDS
 from tests.checkpoint.saving import open_checkpointer
-from tests.conftest import HANG_SECONDS
 from tests.cuda_trace.streams import record_cuda
 from titanlite.log import log_every
 from titanlite.threads import DeviceThread, open_thread_pool

@@ -1,1 +1,1 @@
-"""What scripts/check_gpu.py runs: checks of a GPU machine and their report."""
+"""What python -m benchmarks.gpu_check runs: checks of a GPU machine and their report."""

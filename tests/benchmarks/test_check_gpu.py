@@ -1,4 +1,4 @@
-"""scripts/check_gpu.py: its report shows what differs, what failed and what was skipped."""
+"""benchmarks.gpu_check: its report shows what differs, what failed and what was skipped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_check import runs
+from benchmarks.gpu_check.__main__ import parse_arguments
 from benchmarks.gpu_check.bandwidth import measure_collectives
 from benchmarks.gpu_check.checks import all_checks, run_checks
 from benchmarks.gpu_check.gpu_tests import check_gpu_tests, read_results
@@ -34,7 +35,6 @@ from benchmarks.gpu_check.runs import (
     overlap_job,
 )
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
-from scripts.check_gpu import parse_arguments
 from tests.distributed.ranks import run_on_ranks
 from titanlite.kernels.gpu import Gpu
 from titanlite.models import FAMILIES

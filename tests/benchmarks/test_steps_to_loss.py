@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.steps_to_loss import OptimizerRun, best_of, prepare, table_of, train
-from tests.conftest import ROOT
+from conftest import ROOT
 
 
 def test_steps_are_interpolated_and_a_loss_that_is_never_reached_is_none():

@@ -12,19 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts import convert_checkpoint
+from scripts import checkpoint as checkpoint_script
 from scripts import generate as generate_script
 from tests.checkpoint.test_huggingface import edit_json, export, random_model
-from tests.corpus.chats import CHATML, write_tokenizer
 from tests.distributed.oracle import SIZES
 from tests.faults.launch import LaunchedRun, lines_of
-from titanlite.corpus.chat.encode import ChatEncoder
-from titanlite.corpus.chat.template import open_chat_template
-from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.data import open_tokenizer
 from titanlite.errors import CheckpointError
 from titanlite.generate import Sampling, generate, load_generator
 from titanlite.storage import StorageFolder
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
+from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite_corpus.tests.chats import CHATML, write_tokenizer
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:
@@ -43,12 +43,12 @@ def test_weights_are_equal_after_an_export_to_hugging_face_and_back(run_toml, tm
     log = train(run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true")
     assert "tokenizer.json gives the same ids as bytes" in log
     exported, imported = tmp_path / "exported", tmp_path / "imported"
-    assert convert_checkpoint.main(["to-hf", str(first), str(exported)]) == 0  # the run
+    assert checkpoint_script.main(["to-hf", str(first), str(exported)]) == 0  # the run
     assert f"exported from {step}" in capsys.readouterr().out
-    assert convert_checkpoint.main(["from-hf", str(exported), str(imported)]) == 0
+    assert checkpoint_script.main(["from-hf", str(exported), str(imported)]) == 0
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (exported / file).read_bytes() == (step.with_name("step-3-hf") / file).read_bytes()
-    assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
+    assert checkpoint_script.main(["to-hf", str(step), str(exported)]) == 2
     assert "already exists and is not empty" in capsys.readouterr().err
 
     original = load_generator(StorageFolder(step), torch.device("cpu"))
@@ -137,7 +137,7 @@ def test_what_a_published_folder_says_survives_training_a_resume_and_the_export(
     waits = []
     for script in (convert_checkpoint, generate_script):
         monkeypatch.setattr(script, "log_waiting", lambda what: waits.append(what) or nullcontext())
-    assert convert_checkpoint.main(["to-hf", str(out), str(exported)]) == 0
+    assert checkpoint_script.main(["to-hf", str(out), str(exported)]) == 0
     files = ("config.json", "generation_config.json", "tokenizer_config.json")
     config, kept, settings = (json.loads((exported / name).read_bytes()) for name in files)
     assert config["max_position_embeddings"] == 4096 and config["hidden_size"] == SIZES.dim

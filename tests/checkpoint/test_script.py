@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from conftest import ROOT
 from scripts import checkpoint
 from tests.checkpoint.test_checkpointer import DAMAGE, save_two_steps
-from tests.conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
 
 
@@ -76,7 +76,7 @@ def test_a_folder_without_a_checkpoint_is_a_user_error(run_folder, argv, script)
 
 
 @pytest.mark.parametrize(
-    "argv", [("checkpoint.py", "show"), ("convert_checkpoint.py", "--help")], ids=" ".join
+    "argv", [("checkpoint.py", "show"), ("checkpoint.py", "--help")], ids=" ".join
 )
 def test_a_pipe_to_head_ends_without_a_traceback(run_folder, argv):
     script, *arguments = argv

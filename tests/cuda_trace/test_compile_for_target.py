@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from titanlite.kernels.gpu import Gpu
 
 pytestmark = pytest.mark.skipif(

@@ -49,7 +49,7 @@ def trace_run(trace: Trace, job_file: Path, settings: list[str], ranks: int) -> 
             RunFolderLock(job.folder, [], lambda: state.step),
             state,
             deadline=None,
-            advise=lambda is_cuda: [],
+            memory_advice=[],
         )
         with open_run(job, services) as run:
             train(run)

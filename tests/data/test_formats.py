@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.data.npy_format import open_npy
 from tests.data.test_stream import BYTES, SEQ_LEN, VOCAB_SIZE, open_mixture, write_corpus
 from titanlite.data import FORMATS, SampleOrder, SourceConfig, open_token_source, open_validation

@@ -14,9 +14,6 @@ import pytest
 
 from tests.checkpoint.object_store import needs_s3, open_store
 from tests.data.test_stream import write_corpus
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import load_recipe
 from titanlite.data import CorpusChecks, SourceConfig, open_sample_stream, open_tokenizer
 from titanlite.data.block_cache import CacheLimits
 from titanlite.data.formats import open_token_source
@@ -29,6 +26,9 @@ from titanlite.data.text import (
 )
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
+from titanlite_corpus.engine import LocalEngine
+from titanlite_corpus.pipeline import make_corpus
+from titanlite_corpus.recipe import load_recipe
 
 pytestmark = needs_s3
 TEXTS = [np.random.default_rng(n).bytes(200).hex() for n in range(300)]
@@ -129,7 +129,7 @@ def read_any(url: str, before) -> set[str]:
     if not url.endswith(".html"):
         return read(url, before=before)[1]
     pytest.importorskip("resiliparse")
-    from titanlite.corpus.web_pages import read_web_pages
+    from titanlite_corpus.web_pages import read_web_pages
 
     problems = []
     (part,) = list_file_ranges([url])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 from titanlite.data import (
     BatchDump,
     CorpusChecks,

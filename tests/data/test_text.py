@@ -160,7 +160,7 @@ def test_the_parts_of_a_file_that_is_one_long_line_read_it_once(tmp_path, monkey
 
 @pytest.mark.parametrize("suffix", [".txt", *SUFFIXES])
 def test_a_document_above_the_limit_is_refused_in_every_kind_of_file(tmp_path, suffix):
-    """Those of web pages and of the datasets library: tests/corpus."""
+    """Those of web pages and of the datasets library: extras/titanlite_corpus/tests."""
     file = write(tmp_path / f"a{suffix}", ["x" * 2000])
     texts, problems, _ = read(list_file_ranges([file]), max_bytes=1000)
     assert not texts and [problem.kind for problem in problems] == ["too_long"]

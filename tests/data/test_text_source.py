@@ -11,7 +11,6 @@ import pyarrow
 import pytest
 import torch
 
-from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.data import (
     MixtureConfig,
     SourceConfig,
@@ -29,6 +28,7 @@ from titanlite.data.text_units import TextUnit, assign_units_to_lanes, divide_fi
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import CheckpointError, DataError
 from titanlite.job.streaming import TokenizingAdvice
+from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 
 BYTES = open_tokenizer("bytes")
 SEQ_LEN, LANES, END = 16, 3, BYTES.eos_id

@@ -43,7 +43,6 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.planning.dry_run import resting_bytes
 from titanlite.training import (
     Engine,
     ExpertLoad,
@@ -53,6 +52,7 @@ from titanlite.training import (
     take_step,
     validate,
 )
+from titanlite_planner.dry_run.ranks import resting_bytes
 
 FAMILY = FAMILIES["llama3"]
 

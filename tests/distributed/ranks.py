@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 
 PRELOAD = [
     "numpy.random",

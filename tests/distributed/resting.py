@@ -9,7 +9,7 @@ import torch
 from tests.distributed.oracle import Layout, Recipe
 from titanlite.job import read_job
 from titanlite.parallelize.pipeline_plan import plan_pipeline
-from titanlite.planning.job_memory import estimate_job_memory
+from titanlite_planner.memory.job import estimate_job_memory
 
 
 def estimate_rest(layout: Layout, recipe: Recipe) -> list[tuple[float, float, float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.collectives import (
     broadcast_from_rank_0,

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import ROOT
 from tests.checkpoint.saving import load, open_checkpointer, save_and_wait
-from tests.conftest import ROOT
 from tests.distributed.moe_family import MoESizes
 from tests.distributed.oracle import (
     CPU,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.distributed.test_train import losses_of, run_ranks
 from tests.faults.launch import LaunchedRun, lines_of
 

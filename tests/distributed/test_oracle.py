@@ -28,12 +28,12 @@ from tests.distributed.oracle import (
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.resting import estimate_rest
 from tests.parallelize.test_schedule import as_csv
-from titanlite.corpus.packing.windows import PackSettings, pack_shard
 from titanlite.data import ShardWriter
 from titanlite.data.manifest import write_corpus_manifest
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.models.mup import BaseWidths
 from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
+from titanlite_corpus.packing.windows import PackSettings, pack_shard
 
 # Each is run with SGD and gradient accumulation: Adam and clipping would hide gradients that are
 # wrong by a factor. Those in CLIPPED are run with AdamW and clipping too.

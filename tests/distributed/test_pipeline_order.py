@@ -21,7 +21,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.pipeline_plan import plan_pipeline
-from titanlite.plots.pipeline_trace import read_actions
+from titanlite_planner.pictures.pipeline_trace import read_actions
 
 RANKS = 4
 RECIPE = replace(SGD, batch=8, seq_len=24)

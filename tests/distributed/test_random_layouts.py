@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.distributed.low_precision import LOW_PRECISION_DTYPES, PrecisionCase, check_cases
 from tests.distributed.oracle import (
     ADAMW,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
 from titanlite.distributed import time_limit

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import ROOT
+from conftest import ROOT
 
 DIRECTIVE = re.compile(r"<!-- test: (add|skip)\b,? ?(.*?) -->")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

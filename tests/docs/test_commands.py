@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.docs.pages import code_blocks
 
 PAGES = (  # in the order in which a newcomer reads them
@@ -55,7 +55,7 @@ def _pretend_environment(folder: Path) -> None:
 def environment_for(folder: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **hidden, "PATH": path, "PYTHONPATH": str(folder)}
+    return {**os.environ, **hidden, "PATH": path, "PYTHONPATH": f"{folder}:{folder}/extras"}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.docs.pages import CodeBlock, code_blocks
 from tests.docs.test_commands import copy_repository, environment_for
 

@@ -9,12 +9,12 @@ import runpy
 
 import pytest
 
-from tests.conftest import ROOT
+from conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
-from titanlite.corpus.read import CorpusSource
-from titanlite.corpus.recipe import Recipe
-from titanlite.job import JOB_PROPERTIES, JobConfig
+from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig
+from titanlite_corpus.read import CorpusSource
+from titanlite_corpus.recipe import Recipe
 
 PAGES = list_pages()
 README = ROOT / "README.md"
@@ -57,16 +57,20 @@ def test_every_key_on_a_page_exists(page):
             named.add(match[1])
     of_code = {name for name in named if name.endswith((".py", ".toml", ".json", ".jsonl", ".md"))}
     unknown = named - of_code - KEYS - PLACEHOLDERS
+    unknown -= set(MOVED) if page.name == "CHANGELOG.md" else set()
     assert not unknown, sorted(unknown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_file_on_a_page_exists(page):
     """`folder/file.py` is under titanlite/ or the root, and commands run scripts that exist."""
+    if page.name == "CHANGELOG.md":  # names what was moved, too
+        return
     text = page.read_text("utf-8")
     new = {block.file for block in code_blocks(page)}
     for path in re.findall(r"`([\w./-]+\.(?:py|sh))`", prose(page)):
-        places = (ROOT, ROOT / "titanlite", ROOT / "scripts", ROOT / "titanlite/models/llama3")
+        packages = (ROOT / "titanlite", *ROOT.glob("extras/*"), ROOT / "titanlite/models/llama3")
+        places = (ROOT, *packages, ROOT / "extras", ROOT / "scripts")
         known = any((place / path).exists() for place in places) or "/" not in path
         assert known or path in new or f"titanlite/{path}" in new, f"{path}: no such file"
     for path in re.findall(r"\b((?:scripts|train_configs)/[\w.]+\.(?:py|sh|toml))\b", text):
@@ -75,7 +79,8 @@ def test_every_file_on_a_page_exists(page):
 
 @pytest.mark.parametrize("page", NAME_TESTS)
 def test_every_test_that_a_page_names_exists(page):
-    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / page).read_text("utf-8"))
+    text = (ROOT / page).read_text("utf-8")
+    named = re.findall(r"((?:extras/\w+/)?tests/[\w/]+\.py)::(\w+)", text)
     assert named
     missing = [
         f"{file}::{test}"
@@ -103,11 +108,11 @@ def test_every_claim_of_a_page_names_its_test(page):
 
 def test_the_configuration_reference_is_generated_from_the_schema():
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
-    assert text == reference_page(JobConfig), "run python scripts/write_reference.py"
     assert "| `model.from` |" in text  # which is no field of a dataclass
+    assert text == reference_page(JobConfig), "run python docs/_make/write_reference.py"
     text = (ROOT / "docs" / "reference" / "recipe.md").read_text("utf-8")
     page = reference_page(Recipe, "Recipe", {"sources": CorpusSource})
-    assert text == page, "run python scripts/write_reference.py"
+    assert text == page, "run python docs/_make/write_reference.py"
 
 
 def test_every_key_of_the_configuration_has_a_meaning():
@@ -124,22 +129,23 @@ def test_the_page_of_the_checkpoint_format_lists_every_job_property():
 
 
 def test_the_list_of_files_is_generated_from_the_code():
-    script = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))
+    script = runpy.run_path(str(ROOT / "docs/_make/write_reference.py"))
     page = ROOT / "docs" / "explanation" / "architecture.md"
     _, listed, _ = page.read_text("utf-8").split(script["FILES"])
     assert listed.strip() == script["list_files"](ROOT).strip(), (
-        "run python scripts/write_reference.py"
+        "run python docs/_make/write_reference.py"
     )
 
 
 def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
-    script = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))
+    script = runpy.run_path(str(ROOT / "docs/_make/write_reference.py"))
     _, table, _ = README.read_text("utf-8").split(script["PACKAGES"])
     counts = {}
     for row in table.splitlines():
         if path := script["linked_path"](row):
             counts[path] = int(row.split("|")[-2].replace(",", ""))
-    packages = {f"titanlite/{p.parent.name}" for p in (ROOT / "titanlite").glob("*/__init__.py")}
+    inits = [*ROOT.glob("titanlite/*/__init__.py"), *ROOT.glob("extras/*/__init__.py")]
+    packages = {str(path.parent.relative_to(ROOT)) for path in inits}
     assert counts.keys() == packages | {"train.py"}
     for path, lines in counts.items():
         real = script["count_lines"](ROOT / path)
@@ -159,7 +165,7 @@ def test_every_page_is_in_the_index():
 
 def test_every_picture_is_small_and_drawn_by_a_script():
     pictures = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
-    known = set(re.findall(r'"(\w+)": ', (ROOT / "scripts" / "draw_docs.py").read_text("utf-8")))
+    known = set(re.findall(r'"(\w+)": ', (ROOT / "docs/_make/draw_docs.py").read_text("utf-8")))
     shown_by = {  # picture -> its page, and the command in it
         "report": ("how-to/report-a-run.md", "--screenshot=report.png"),
         "corpus_report": ("how-to/prepare-a-corpus.md", "--screenshot=corpus_report.png"),
@@ -173,7 +179,7 @@ def test_every_picture_is_small_and_drawn_by_a_script():
 
 
 def test_the_picture_of_the_losses_shows_what_it_claims():
-    """Redraw it with `python scripts/draw_docs.py losses` when numerics change."""
+    """Redraw it with `python docs/_make/draw_docs.py losses` when numerics change."""
     measured = json.loads((ROOT / "docs" / "pictures" / "losses.json").read_text("utf-8"))
     reference, *others = measured.values()
     assert len(others) == 7 and len(reference) >= 30
@@ -181,8 +187,8 @@ def test_the_picture_of_the_losses_shows_what_it_claims():
 
 
 def test_the_picture_of_the_layers_describes_every_package():
-    """Redraw it with `python scripts/draw_docs.py layers` when a package is added."""
-    tree = ast.parse((ROOT / "scripts" / "doc_pictures" / "diagrams.py").read_text("utf-8"))
+    """Redraw it with `python docs/_make/draw_docs.py layers` when a package is added."""
+    tree = ast.parse((ROOT / "docs/_make/pictures/diagrams.py").read_text("utf-8"))
     purpose = next(
         node.value
         for node in tree.body

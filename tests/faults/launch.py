@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 from tests.distributed.ranks import _forkserver
 
 

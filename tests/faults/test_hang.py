@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, open_store, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder

@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 import pytest
 
-from scripts.drill.injector import NumericalFault, injected
 from tests.faults.launch import LaunchedRun, events_of, lines_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.storage import StorageFolder
+from titanlite_lab.drill.injector import NumericalFault, injected
 
 STEPS, BATCH = 60, 8
 POISON = NumericalFault("data", start=40 * BATCH, end=46 * BATCH)  # steps 41 to 46

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, events_of, lines_of, steps_of
 from titanlite.runtime.stop import SECOND_CTRL_C_SECONDS
 

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 from tests.faults.launch import LaunchedRun
 from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.runtime import watchdog

@@ -22,8 +22,8 @@ from random import Random
 
 from tests.fuzz.mutations import mutate
 from tests.fuzz.readers import READERS, Reader
-from titanlite.corpus.chat.jinja import RENDERER
 from titanlite.errors import UserError
+from titanlite_corpus.chat.jinja import RENDERER
 
 MEMORY_BYTES = 1 << 30  # above the memory of the process at its start
 CPU_SECONDS = 20  # for one file; not wall time, which depends on other processes

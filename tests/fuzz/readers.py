@@ -11,13 +11,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from scripts import inspect_data, plan, report_run, scaling_laws
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
-from titanlite.corpus.chat.encode import ChatEncoder
-from titanlite.corpus.chat.template import open_chat_template
-from titanlite.corpus.recipe import load_recipe
-from titanlite.corpus.web_pages import read_web_pages
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import (
     TextRules,
@@ -30,10 +25,18 @@ from titanlite.errors import UserError
 from titanlite.generate import load_generator
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import read_schedule_csv
-from titanlite.planning import hardware
-from titanlite.plots.compare import compare_runs, format_comparison, verdict
 from titanlite.runtime.start_log import last_step
 from titanlite.storage import StorageFolder
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
+from titanlite_corpus.commands import inspect as inspect_data
+from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.web_pages import read_web_pages
+from titanlite_lab.commands import report as report_run
+from titanlite_lab.commands import scaling_laws
+from titanlite_lab.compare import compare_runs, format_comparison, verdict
+from titanlite_planner import hardware
+from titanlite_planner.commands import plan
 
 TEXT = "def f(x):\n    return 'é' * 3  # <|endoftext|> \0 日本\n"
 

@@ -15,19 +15,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from scripts import scaling_laws
+from conftest import ROOT
 from tests.checkpoint.test_untrusted import convert_to_format_2
-from tests.conftest import ROOT
-from tests.corpus.chats import CHATML
-from tests.corpus.test_web_and_datasets import PAGE, warc_record
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
 from tests.fuzz.readers import READERS, TEXT
-from tests.plots.test_report import start, step_line, write_run
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
 from titanlite.storage import StorageFolder
+from titanlite_corpus.tests.chats import CHATML
+from titanlite_corpus.tests.test_web_and_datasets import PAGE, warc_record
+from titanlite_lab.commands import scaling_laws
+from titanlite_lab.tests.test_report import start, step_line, write_run
 
 CASES = 40  # of each reader in the suite
 STALL_SECONDS = 300  # limit for one file; CPU_SECONDS ends a child that computes

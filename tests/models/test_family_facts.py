@@ -15,7 +15,7 @@ from titanlite.kernels.flash import window_mask
 from titanlite.models import FAMILIES
 from titanlite.models.counts import count_active_parameters
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.planning.model_parts import parts_of_shape
+from titanlite_planner.memory.model_parts import parts_of_shape
 
 PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or in its paper
     # https://huggingface.co/Qwen/Qwen3-0.6B and so on: rounded as there

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HANG_SECONDS
+from conftest import HANG_SECONDS
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.runtime import folder_lock
 from titanlite.runtime.lease import (

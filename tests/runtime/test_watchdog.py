@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import PRELOAD
 from titanlite.distributed.signed_store import SignedStore
 from titanlite.errors import (

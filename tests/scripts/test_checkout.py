@@ -7,15 +7,16 @@ import shutil
 import subprocess
 import sys
 
-from tests.conftest import HANG_SECONDS, ROOT
+from conftest import HANG_SECONDS, ROOT
 
 
 def test_every_script_of_a_second_clone_imports_that_clone(tmp_path):
     clone = tmp_path / "clone"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "scripts", clone / "scripts", ignore=ignored)
-    for package in ("titanlite", "benchmarks"):
-        (clone / package).mkdir()
+    extras = ["extras/titanlite_corpus", "extras/titanlite_lab", "extras/titanlite_planner"]
+    for package in ("titanlite", "benchmarks", *extras):
+        (clone / package).mkdir(parents=True)
         (clone / package / "__init__.py").write_text("raise SystemExit('of the clone')\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     wrong = {}

@@ -33,5 +33,5 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
         fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
         " folder of one step, such as"
         " outputs/checkpoint/step-100. Convert a Hugging Face folder first:"
-        " scripts/convert_checkpoint.py from-hf.",
+        " python scripts/checkpoint.py from-hf.",
     )

@@ -1,6 +1,6 @@
 """Tokenizers, shards of token ids, and the order in which a run reads them.
 
-`titanlite.corpus.prepare` and `titanlite.data.bpe`, which make shards and tokenizers, are not
+`titanlite_corpus.prepare` and `titanlite.data.bpe`, which make shards and tokenizers, are not
 imported here: they need packages that training does not need.
 """
 

@@ -159,7 +159,7 @@ def _open_parquet(
         import pyarrow.parquet  # type: ignore[import-untyped]  # pyarrow has no stubs
     except ImportError as missing:
         raise DataError(
-            f"{path}: needs pyarrow, which is not installed.", fix="pip install pyarrow"
+            f"{path}: needs pyarrow, which is not installed.", fix="pip install 'titanlite[corpus]'"
         ) from missing
     try:
         source: Any = path

@@ -6,8 +6,10 @@ raises it or counts it: bytes that are not UTF-8, a line that is not JSON, a tru
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +51,7 @@ __all__ = [
 
 TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
 MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix -> name in pyarrow
+COMPRESSIONS = (".gz", ".zst")
 _SKIPPED_BYTES = 1 << 20
 
 
@@ -206,12 +208,12 @@ class _LineReader:
 
     def read(self) -> Iterator[Document]:
         """Yield each document."""
-        path, compression = self._part.path, COMPRESSIONS.get(Path(self._part.path).suffix)
+        path, suffix = self._part.path, Path(self._part.path).suffix
         with open_text_file(path) as file:
-            if compression is None:
+            if suffix not in COMPRESSIONS:
                 yield from self._read_lines(file, self._part.end)
             elif self._part.file_bytes or self._part.end == UNKNOWN_END:
-                yield from self._read_lines(decompress(file, compression), UNKNOWN_END)
+                yield from self._read_lines(decompress(file, suffix), UNKNOWN_END)
 
     def _read_lines(self, file: IO[bytes], end: int) -> Iterator[Document]:
         max_bytes = self._rules.max_bytes
@@ -287,10 +289,31 @@ class _LineReader:
         return None
 
 
-def decompress(file: IO[bytes], compression: str) -> IO[bytes]:
-    """The content of a compressed file; reading it raises OSError if it is truncated."""
-    import pyarrow  # type: ignore[import-untyped]  # pyarrow has no stubs
-
-    source = pyarrow.PythonFile(file, mode="r")
-    stream = pyarrow.CompressedInputStream(source, compression)
+def decompress(file: IO[bytes], suffix: str) -> IO[bytes]:
+    """The content of a .gz or .zst file; reading it raises OSError if it is truncated."""
+    if suffix == ".gz":
+        return io.BufferedReader(_WholeGzip(file), _SKIPPED_BYTES)
+    try:
+        import pyarrow  # type: ignore[import-untyped]  # pyarrow has no stubs
+    except ImportError:
+        raise DataError(
+            "a .zst file: needs pyarrow, which is not installed.",
+            fix="pip install 'titanlite[corpus]'",
+        ) from None
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     return io.BufferedReader(stream, _SKIPPED_BYTES)
+
+
+class _WholeGzip(gzip.GzipFile):
+    """A gzip file that raises OSError, and nothing else, if it is truncated or damaged."""
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(fileobj=file, mode="rb")
+
+    def readinto(self, buffer) -> int:
+        try:
+            content = self.read1(len(buffer))
+        except (EOFError, zlib.error) as error:
+            raise OSError(str(error)) from error
+        buffer[: len(content)] = content
+        return len(content)

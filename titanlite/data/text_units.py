@@ -70,7 +70,7 @@ def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
 
 
 def _text_bytes(part: FileRange) -> int:
-    return part.bytes * (_EXPANSION if part.path.endswith(tuple(COMPRESSIONS)) else 1)
+    return part.bytes * (_EXPANSION if part.path.endswith(COMPRESSIONS) else 1)
 
 
 def hash_division(parts: list[FileRange], lanes: int) -> str:

@@ -36,7 +36,7 @@ from titanlite.distributed.process_group import (
 from titanlite.distributed.rendezvous import announce_ranks
 from titanlite.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError
 from titanlite.files import write_file_atomically
-from titanlite.job.config import changed_settings
+from titanlite.job.config import JobConfig, changed_settings
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.evaluation import build_evaluation
 from titanlite.job.job import Job
@@ -102,22 +102,18 @@ class RunServices:
     folder_lock: RunFolderLock
     counters: Counters  # steps, samples and tokens of the run so far
     deadline: float | None  # stop before this time.monotonic(); None: no time limit
-    advise: Callable[[bool], list[str]]  # (is_cuda) -> lines for an out-of-memory error
+    memory_advice: list[str]  # lines for an out-of-memory error
 
     def explain_out_of_memory(
         self, model: nn.Module | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> AbstractContextManager[None]:
         """Replace an out-of-memory error of the block by a UserError with advice."""
-        device = self.rank.device
-        usage = MemoryUsage(device, model, optimizers)
-        advise = partial(self.advise, device.type == "cuda")
-        return explain_out_of_memory(usage, lambda: self.watchdog.position, advise)
+        usage = MemoryUsage(self.rank.device, model, optimizers)
+        return explain_out_of_memory(usage, lambda: self.watchdog.position, self.memory_advice)
 
 
 @contextmanager
-def open_services(
-    job: Job, began: float, advise: Callable[[bool], list[str]], report: ErrorReport
-) -> Iterator[RunServices]:
+def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunServices]:
     """Join the process group, start the watchdog and lock the run's folders for the block."""
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
@@ -138,7 +134,29 @@ def open_services(
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
         announce_ranks(rank.rank)
-        yield RunServices(rank, watchdog, lock, counters, deadline, advise)
+        advice = advise_on_memory(job.config, device.type == "cuda")
+        yield RunServices(rank, watchdog, lock, counters, deadline, advice)
+
+
+def advise_on_memory(config: JobConfig, on_gpu: bool) -> list[str]:
+    """Lines for an out-of-memory error: settings that need less memory and are not in use."""
+    training, recompute = config.training, config.activation_checkpoint
+    optimizer, chunk = config.optimizer, config.loss.chunk_tokens
+    half = training.local_batch_size // 2
+    settings = [
+        (half > 0, f"training.local_batch_size = {half} with the same training.global_batch_size"),
+        (recompute.mode != "full", 'activation_checkpoint.mode = "full"'),
+        (chunk == 0 or chunk > 1024, "loss.chunk_tokens = 1024"),
+        (on_gpu and not recompute.offload, "activation_checkpoint.offload = true"),
+        (on_gpu and not optimizer.offload, "optimizer.offload = true"),
+        (True, "more ranks, for FSDP or tensor parallelism"),
+    ]
+    command = "python -m titanlite_planner memory --job.config_file RUN.toml --job.check_ranks N"
+    return [
+        "  settings that need less memory:",
+        *(f"    {text}" for helps, text in settings if helps),
+        f"  how much each saves: {command}",
+    ]
 
 
 @contextmanager

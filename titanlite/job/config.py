@@ -47,12 +47,8 @@ class JobSection:
     print_config: bool = False  # print the effective configuration, then start
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
     check: bool = False  # run all checks, then exit without building anything
-    dry_run: bool = False
-    # run one step of every kind of rank on fake tensors, which have no values, print its memory,
-    # FLOPs and collectives, then exit
     check_ranks: Positive | None = None
-    # under check and dry_run: number of ranks to assume, which need not exist; default: the
-    # launched ranks
+    # under check: number of ranks to assume, which need not exist; default: the launched ranks
     time_limit_minutes: Annotated[float, Range(0)] = 0.0
     # save a checkpoint and exit before this many minutes have passed; 0: no limit
     max_crashes: NotNegative = 5
@@ -149,6 +145,10 @@ _PREFETCHED = "is not needed: data is always prefetched, and checkpoints store i
 _CUSTOM = "is not supported: a job runs only the code of this repository."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
+    "job.dry_run": (
+        "is now a command: python -m titanlite_planner dry-run --job.config_file RUN.toml"
+        " [--job.check_ranks N]."
+    ),
     "model.tokenizer_path": _IN_DATA,
     "training.dataset_path": _IN_DATA,
     "training.dataloader": _PREFETCHED,

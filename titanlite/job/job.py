@@ -288,7 +288,6 @@ class Job:
             config_file=None,
             print_config=False,
             check=False,
-            dry_run=False,
             check_ranks=None,
         )
         return to_toml(dataclasses.replace(self.config, job=section))
@@ -313,12 +312,12 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     Without `check_environment`, the data and the device need not exist; such a job cannot be run.
     """
     config, refused = load_config(JobConfig, argv, MOVED, complete_table)
-    elsewhere = bool(config.job.check_ranks) or config.job.dry_run or not check_environment
+    elsewhere = bool(config.job.check_ranks) or not check_environment
     config = resolve_compute_dtype(config, elsewhere)
     refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
     problems = list(checks.check_config(config, world_size))
-    if check_environment and not config.job.dry_run:  # which reads no data and uses no device
+    if check_environment:
         problems += environment.check_environment(config)
     # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])

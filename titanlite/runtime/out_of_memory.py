@@ -59,11 +59,11 @@ class MemoryUsage:
 
 @contextmanager
 def explain_out_of_memory(
-    usage: MemoryUsage, position: Callable[[], str], advise: Callable[[], list[str]]
+    usage: MemoryUsage, position: Callable[[], str], advice: list[str]
 ) -> Iterator[None]:
     """Replace an out-of-memory error by a UserError with the memory in use and advice.
 
-    `position` returns the step and phase ("step 3, forward"); `advise` returns lines of advice.
+    `position` returns the step and phase ("step 3, forward"); `advice`: lines for people.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def explain_out_of_memory(
             f"out of memory at {position()}: {request}; peak {usage.peak_bytes() / GIB:.3g} GiB"
             f"{of_limit}.",
             f"  allocated, in GiB: {allocated}",
-            *advise(),
+            *advice,
         ]
         raise UserError("\n".join(lines)) from error
 

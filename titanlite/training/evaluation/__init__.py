@@ -1,8 +1,8 @@
 """Evaluate checkpoints of a run on downstream tasks, each in a process of its own.
 
-That process is `titanlite.evaluation`. Only rank 0 starts it, and training waits for it after the
-last step only. So an evaluation cannot change a bit of training, and its crash or its memory cannot
-end the run.
+That process is `titanlite_lab.evaluation`. Only rank 0 starts it, and training waits for it after
+the last step only. So an evaluation cannot change a bit of training, and its crash or its memory
+cannot end the run.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class CheckpointEvaluator:
         return self._folder / f"step-{step}.json"
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "titanlite.evaluation"]
+        return [sys.executable, "-m", "titanlite_lab.evaluation"]
 
     def _start(self, step: int, checkpoint: StorageFolder) -> _Process:
         config, result = self._config, self._result_of(step)

@@ -1,0 +1,136 @@
+"""Stage "tokenise": tables of documents -> token ids, divided into training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.errors import DataError
+from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
+from titanlite_corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite_corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
+from titanlite_corpus.engine import report_progress
+from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
+from titanlite_corpus.task import Counts, Task
+from titanlite_corpus.token_chunks import write_chunk
+
+
+@dataclass(frozen=True)
+class TokeniseSettings:
+    """How documents become ids, and which of them are validation data."""
+
+    validation_share: float
+    bos: bool  # begin each document with BOS; without effect on chats
+    template: ChatTemplate | None = None  # the documents are chats
+
+
+def plan_tokenising(
+    tables: Sequence[Task], tokenizer: Tokenizer, settings: TokeniseSettings
+) -> list[Task]:
+    """One task for each task that writes tables."""
+    arguments: dict[str, Any] = {
+        "tokenizer": tokenizer.name,
+        "fingerprint": tokenizer.fingerprint,
+        "validation_share": settings.validation_share,
+    }
+    if settings.template is None:
+        arguments["bos"] = settings.bos
+    else:
+        arguments["template"] = settings.template.name
+        arguments["template_fingerprint"] = settings.template.fingerprint
+    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 3) for task in tables]
+
+
+def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
+    """The function of a tokenise task: a chunk of ids for each table and side."""
+    tokenizer = _open_unchanged(arguments["tokenizer"], arguments["fingerprint"])
+    encode, id_range = _choose_encoder(tokenizer, arguments)
+    sides: dict[str, dict[str, int]] = {}
+    source = ""  # the same in all tables of a task
+    counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
+    for chunk, table in enumerate(read_tables(inputs[0])):
+        source = table[SOURCE][0].as_py()
+        counts["documents_in"] += table.num_rows
+        counts["bytes_in"] += text_bytes(table)
+        documents = zip(table[TEXT].to_pylist(), table[ORIGIN].to_pylist(), strict=True)
+        for side, part in _divide(documents, arguments["validation_share"]).items():
+            ids, lengths = encode(part)
+            write_chunk(out, side, chunk, ids, lengths, id_range)
+            entry = sides.setdefault(side, {"documents": 0, "tokens": 0})
+            entry["documents"] += len(lengths)
+            entry["tokens"] += len(ids)
+    counts["documents_out"] = sum(entry["documents"] for entry in sides.values())
+    counts["tokens_out"] = sum(entry["tokens"] for entry in sides.values())
+    tokenised = {"bytes": counts["bytes_in"], "tokens": counts["tokens_out"]}
+    return {**counts, "sides": sides, "tokenised": {source: tokenised} if source else {}}
+
+
+# (text, origin) of some documents -> (ids of all of them, length of each)
+_Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray]]
+
+
+def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]:
+    """(encoder of the documents, exclusive upper bound of what it writes)."""
+    if (name := arguments.get("template")) is None:
+        begin = [tokenizer.bos_id] if arguments["bos"] else []
+        return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size
+    encoder = _open_chat_encoder(tokenizer, name, arguments["template_fingerprint"])
+    return partial(encode_chats, encoder), ENTRY_RANGE
+
+
+@lru_cache(maxsize=1)
+def _open_chat_encoder(tokenizer: Tokenizer, name: str, fingerprint: str) -> ChatEncoder:
+    """The encoder of a worker, for all its tasks; raises DataError if its file has changed."""
+    template = open_chat_template(name, tokenizer)
+    if template.fingerprint != fingerprint:
+        raise DataError(
+            f'template "{name}": its file has changed since the command began.',
+            fix="Run the same command again.",
+        )
+    return ChatEncoder(tokenizer, template)
+
+
+@lru_cache(maxsize=1)
+def _open_unchanged(path: str, fingerprint: str) -> Tokenizer:
+    """The tokenizer of a worker, for all its tasks; raises DataError if its file has changed."""
+    tokenizer = open_tokenizer(path)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(
+            f'tokenizer "{path}": its file has changed since the command began.',
+            fix="Run the same command again.",
+        )
+    return tokenizer
+
+
+def _divide(
+    documents: Iterable[tuple[str, str]], validation_share: float
+) -> dict[str, list[tuple[str, str]]]:
+    """The documents of each side that has some; copies of a text are on the same side."""
+    sides: dict[str, list[tuple[str, str]]] = {}
+    for document in documents:
+        held_out = validation_share and is_held_out(document[0], validation_share)
+        sides.setdefault(VALIDATION if held_out else TRAIN, []).append(document)
+    return sides
+
+
+def _encode_texts(
+    tokenizer: Tokenizer, begin: list[int], documents: Sequence[tuple[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids of all documents, each with `begin` and EOS; length of each document)."""
+    first, last = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
+    parts: list[np.ndarray] = []
+    for number, (text, origin) in enumerate(documents):
+        try:
+            parts += (first, tokenizer.encode_array(text), last)
+        except DataError as error:
+            raise DataError(f"{origin}: {error.message}", error.fix) from None
+        if number % 256 == 0:
+            report_progress()
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts)).reshape(-1, 3).sum(1)
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), lengths

@@ -1,0 +1,1 @@
+"""A look at runs: reports, comparison, pictures, scaling laws, check of muP, downstream tasks."""

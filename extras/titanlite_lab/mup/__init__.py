@@ -1,0 +1,1 @@
+"""Check of muP: activations of models of several widths, and their picture."""

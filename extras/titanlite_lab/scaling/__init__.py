@@ -1,0 +1,1 @@
+"""Scaling laws: runs, fits, the compute-optimal model, a ladder of runs."""

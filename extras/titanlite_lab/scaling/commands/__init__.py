@@ -1,0 +1,1 @@
+"""Parts of python -m titanlite_lab scaling-laws: one module for each command."""

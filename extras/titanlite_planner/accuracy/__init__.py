@@ -1,0 +1,1 @@
+"""Published runs of others, and how far the estimates are from them."""

@@ -1,0 +1,140 @@
+"""The workload of a job: one step of it, as plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from titanlite.job import Job
+from titanlite.optim import MatrixFacts, optimizer_state_bytes
+from titanlite_planner.workload import (
+    Layout,
+    MatmulPrecision,
+    Numerics,
+    Overlap,
+    Recompute,
+    Workload,
+)
+
+OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; others are PyTorch's
+
+
+def workload_of(job: Job) -> Workload:
+    """One step of a job, after training.batch_size_ramp."""
+    config = job.config
+    return Workload(
+        model=dataclasses.replace(
+            job.spec.shape(job.sizes), name=f"{job.spec.name}/{config.model.flavor}"
+        ),
+        layout=_layout_of(job),
+        seq_len=config.training.seq_len,
+        numerics=_numerics_of(job),
+        **_recomputation_of(job),
+        loss_chunk_tokens=config.loss.chunk_tokens,
+        compiled=config.compile.compiles("model"),
+        fused_attention=True,
+        overlap=Overlap(tensor=config.parallelism.enable_async_tensor_parallel),
+        attention_kernel="native" if config.attention.backend in OWN_KERNELS else "flash2",
+        offload_activations=config.activation_checkpoint.offload,
+        offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
+        step_in_backward=config.optimizer.early_step_in_backward,
+        offload_parameters=config.training.enable_cpu_offload,
+    )
+
+
+def _layout_of(job: Job) -> Layout:
+    degrees, plan, parallelism = job.degrees, job.pipeline, job.config.parallelism
+    reshard, pipelined = parallelism.fsdp_reshard_after_forward, degrees.pipeline > 1
+    prefix = f"{job.spec.blocks_path}."
+    return Layout(
+        replicate=degrees.replicate,
+        shard=degrees.shard,
+        context=degrees.context,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+        expert=degrees.expert,
+        expert_tensor=degrees.expert_tensor if degrees.expert > 1 else 0,
+        sharded="parameters",
+        reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
+        reshard_last_group=reshard == "always",
+        schedule=plan.schedule if plan.csv is None else "csv",
+        stages_per_rank=len(plan.stages) // plan.ranks,
+        micro_batch=plan.microbatch_size,
+        n_microbatches=job.rank_batch // plan.microbatch_size,
+        runs=job.rank_batch // job.config.training.local_batch_size if pipelined else 1,
+        reduce_every_microbatch=parallelism.fsdp_gradient_reduction == "every_microbatch",
+        stage_blocks=tuple(sum(n.startswith(prefix) for n in names) for names in plan.stages),
+        stage_ranks=tuple(plan.rank_of),
+        actions=() if plan.csv is None else tuple(map(tuple, plan.order())),
+    )
+
+
+def _numerics_of(job: Job) -> Numerics:
+    transforms, float8 = job.transforms, job.config.float8
+    parameters = transforms.param_dtype.itemsize
+    matmuls: MatmulPrecision = "float32"
+    if float8.recipe_name:
+        matmuls = "float8"
+    elif transforms.compute_dtype.itemsize == 2:
+        matmuls = "bfloat16"
+    return Numerics(
+        matmuls=matmuls,
+        parameter_bytes=parameters,
+        gathered_bytes=transforms.compute_dtype.itemsize,
+        gradient_bytes=parameters,
+        state_bytes=_state_bytes_per_element(job),
+        activation_bytes=transforms.compute_dtype.itemsize,
+        float8_gather=float8.enable_fsdp_float8_all_gather,
+        float8_rowwise=float8.recipe_name not in (None, "", "tensorwise"),
+        reduce_bytes=transforms.reduce_dtype.itemsize,
+    )
+
+
+def _state_bytes_per_element(job: Job) -> float:
+    """Mean bytes of optimizer state per parameter element, on whatever device it is."""
+    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    dtype = job.transforms.param_dtype
+    total = optimizer_state_bytes(all_parameter_shapes(job), optimizer, dtype, facts)
+    return total / job.spec.count_parameters(job.sizes)
+
+
+def first_blocks(job: Job) -> nn.Module:
+    """The model on the meta device, with its first blocks up to one that has experts, if any has.
+
+    All later blocks are like the last of these.
+    """
+    experts = job.spec.shape(job.sizes).experts
+    blocks = min(job.sizes.n_layers, 1 + (experts.dense_layers if experts else 0))
+    with torch.device("meta"):
+        return job.spec.build(dataclasses.replace(job.sizes, n_layers=blocks))
+
+
+def all_parameter_shapes(job: Job) -> list[tuple[str, torch.Size]]:
+    """(name, shape) of every parameter of a job's model."""
+    model, path = first_blocks(job), job.spec.blocks_path
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    last = len(list(model.get_submodule(path).children())) - 1
+    prefix = f"{path}.{last}."
+    more = [
+        (f"{path}.{number}.{name.removeprefix(prefix)}", shape)
+        for number in range(last + 1, job.sizes.n_layers)
+        for name, shape in shapes
+        if name.startswith(prefix)
+    ]
+    return [*shapes, *more]
+
+
+def _recomputation_of(job: Job) -> dict[str, Any]:
+    """The fields of `Workload` that say what is recomputed."""
+    config = job.config.activation_checkpoint
+    mode: Recompute = "per_operation" if config.per_operation else config.mode
+    fields: dict[str, Any] = {"recompute": mode}
+    if mode == "selective":
+        fields["recompute_every"] = int(config.selective_ac_option)
+    if mode == "memory_budget":
+        fields["stored_activations"] = float(config.memory_budget)
+    return fields

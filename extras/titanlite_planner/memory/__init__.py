@@ -1,0 +1,1 @@
+"""Bytes of each rank at the points of a step."""

@@ -1,0 +1,1 @@
+"""Pictures of layouts, pipelines and plans, drawn with matplotlib."""

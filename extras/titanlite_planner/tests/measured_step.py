@@ -1,0 +1,36 @@
+"""One real step of a job on this rank, measured."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.parallelize.memory import measure_allocations
+from titanlite.distributed.mesh import build_mesh
+from titanlite.job import read_job
+from titanlite.job.build import build_state, build_step_settings
+from titanlite.parallelize import ParallelLayout, build_sharded_model
+from titanlite.training import Batch, Counters, build_engine
+from titanlite.training.step import compute_gradients, finish_step
+from titanlite_planner.dry_run.ranks import resting_bytes
+
+
+def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int]:
+    """((parameters, gradients, optimizer state), peak) in bytes, of the second step."""
+    job = read_job(argv, ranks, check_environment=False)
+    mesh, cpu = build_mesh(job.degrees, "cpu"), torch.device("cpu")
+    layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
+    model = build_sharded_model(job.spec, job.sizes, layout, job.transforms, cpu, seed=0)
+    local_batch = job.config.training.local_batch_size
+    engine = build_engine(model, layout, cpu, local_batch=local_batch)
+    state, in_backward = build_state(job, model, mesh, Counters())
+    settings = build_step_settings(job, model.model, mesh, in_backward)
+    tokens = torch.zeros((job.rank_batch, job.config.training.seq_len), dtype=torch.int64)
+
+    def compute():
+        return compute_gradients(state, engine, Batch(tokens, tokens), lr=1e-3, settings=settings)
+
+    finish_step(state, compute(), settings)
+    before = resting_bytes(state.model, state.optimizer).total
+    peak, _ = measure_allocations(compute)
+    rest = resting_bytes(state.model, state.optimizer)
+    return (rest.parameters, rest.gradients, rest.optimizer_state), before + peak

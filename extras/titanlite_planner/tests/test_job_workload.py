@@ -1,0 +1,63 @@
+"""A job becomes the workload that its settings describe."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.job import read_job
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.memory.offloaded import offloaded_bytes
+from titanlite_planner.time.step import model_parameters
+
+
+def workload(*argv: str, ranks: int = 1):
+    return workload_of(read_job(argv, ranks, check_environment=False))
+
+
+def test_a_pipelined_job_counts_its_micro_batches_and_blocks():
+    pipeline = ["--parallelism.pipeline_parallel_degree", "2"]
+    batch = ["--training.local_batch_size", "8", "--training.global_batch_size", "32"]
+    layout = workload(*pipeline, *batch, ranks=4).layout
+    assert (layout.pipeline, layout.shard, layout.gpus) == (2, 2, 4)
+    assert (layout.micro_batch, layout.n_microbatches, layout.runs) == (1, 16, 2)
+    assert layout.global_batch == 32
+    assert sum(layout.stage_blocks) == 6
+    assert not layout.reshard_after_forward  # the default with pipeline parallelism
+
+
+@pytest.mark.parametrize(
+    ("settings", "state_bytes"),
+    [
+        (["--optimizer.name", "SGD"], 0),
+        (["--optimizer.offload", "true"], 8),
+        (["--optimizer.state_dtype", "bfloat16"], 4),
+        (["--training.dtype", "bfloat16"], pytest.approx(4, rel=0.01)),  # vectors: float32
+    ],
+)
+def test_bytes_of_optimizer_state_per_element(settings, state_bytes):
+    assert workload(*settings).numerics.state_bytes == state_bytes
+
+
+def test_the_recomputation_of_a_job():
+    mode = "--activation_checkpoint.mode"
+    option = ["--activation_checkpoint.selective_ac_option", "op"]
+    assert workload(mode, "full").recompute == "full"
+    assert workload(mode, "selective").recompute_every == 2
+    assert workload(mode, "selective", *option).recompute == "per_operation"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_float8_recipe_of_a_job(recipe):
+    converter = ["--model.converters", '["quantize.linear.float8"]']
+    numerics = workload(*converter, "--quantize.linear.float8.recipe_name", recipe).numerics
+    assert numerics.matmuls == "float8"
+    assert numerics.float8_rowwise == (recipe == "rowwise")
+
+
+def test_what_is_offloaded_is_counted_once():
+    def bytes_per_parameter(key: str) -> float:
+        offloaded = workload(f"--{key}", "true")
+        return offloaded_bytes(offloaded) / model_parameters(offloaded.model)
+
+    assert bytes_per_parameter("optimizer.offload") == 8  # two moments in float32
+    assert bytes_per_parameter("training.enable_cpu_offload") == 16  # and parameter and gradient

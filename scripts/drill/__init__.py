@@ -1,1 +1,0 @@
-"""Parts of scripts/fault_drill.py."""

@@ -1,1 +1,0 @@
-"""Parts of scripts/scaling_laws.py: one module for each command."""

@@ -1,1 +1,0 @@
-"""Plots of runs and of parallel layouts, drawn with matplotlib."""
