@@ -135,7 +135,7 @@ def test_what_a_published_folder_says_survives_training_a_resume_and_the_export(
     log = train(out / "config.toml", out, 1, "--training.steps", "3")
     assert "step-2" in log
     waits = []
-    for script in (convert_checkpoint, generate_script):
+    for script in (checkpoint_script, generate_script):
         monkeypatch.setattr(script, "log_waiting", lambda what: waits.append(what) or nullcontext())
     assert checkpoint_script.main(["to-hf", str(out), str(exported)]) == 0
     files = ("config.json", "generation_config.json", "tokenizer_config.json")

@@ -1,7 +1,8 @@
 """Any chat templates give the ids of transformers, and its answers or those of the documented rule.
 
-`pytest test_template_folder.py --chat-templates FOLDER` compares those of a folder: NAME.jinja with a small tokenizer that has the tokens it names, NAME/tokenizer_config.json with the
-tokenizer.json beside it. Templates of other projects are read, never copied here.
+`pytest test_template_folder.py --chat-templates FOLDER` compares those of a folder: NAME.jinja with
+a small tokenizer that has the tokens it names, NAME/tokenizer_config.json with the tokenizer.json
+beside it. Templates of other projects are read, never copied here.
 """
 
 from __future__ import annotations
