@@ -16,5 +16,6 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Without a value torchrun sets 1 for several processes, too, and prints a block of text about it.
 if (( $1 > 1 )); then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; fi
+# The endpoint is the private file; without it torchrun warns about an address that it does not use.
 exec torchrun --nproc_per_node "$1" --rdzv-backend c10d --rdzv-conf store_type=file \
-  --local-addr 127.0.0.1 "${@:2}"
+  --rdzv-endpoint "$(mktemp)" --local-addr 127.0.0.1 "${@:2}"

@@ -199,7 +199,8 @@ def _read_text_file(
 class _LineReader:
     """Reads the documents of the lines that begin in a range of a .jsonl, or of a compressed one.
 
-    Lines are counted from the top of the file; in a later range, a line is named by its first byte.
+    Lines are counted from the top of the file; in a later range, only for a problem that is raised.
+    Others there are named by their first byte: there may be one in each line.
     """
 
     def __init__(self, part: FileRange, rules: TextRules, on_problem: ProblemHandler):
@@ -253,9 +254,12 @@ class _LineReader:
         return f"{self._part.path}:{place}"
 
     def _location(self) -> str:
-        is_later = self._part.start > 0
-        place = f"byte {self._position}" if is_later else f"line {self._number}"
-        return f"{self._part.path}, {place}"
+        path, number = self._part.path, self._number
+        if self._part.start:
+            if self._on_problem is not raise_problem:
+                return f"{path}, byte {self._position}"
+            number = _line_number(path, self._position)
+        return f"{path}, line {number}"
 
     def _parse(self, line: bytes) -> str | None:
         """The text of a line; None after a problem that was not raised."""
@@ -317,3 +321,12 @@ class _WholeGzip(gzip.GzipFile):
             raise OSError(str(error)) from error
         buffer[: len(content)] = content
         return len(content)
+
+
+def _line_number(path: str, position: int) -> int:
+    """The number of the line that begins at byte `position`."""
+    number = 1
+    with open_text_file(path) as file:
+        while position > 0 and (chunk := file.read(min(position, 1 << 24))):
+            number, position = number + chunk.count(b"\n"), position - len(chunk)
+    return number
