@@ -79,7 +79,7 @@ def read_metrics(path: Path, skip_incomplete: bool = False) -> tuple[list[Record
 
 
 _NUMBERS = (  # or null, of step lines and of events
-    *("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "samples", "loss_scale"),
+    *("loss", "z_loss", "grad_norm", "lr", "tokens", "samples", "loss_scale"),
     *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu"),
     *("step_seconds", "data_seconds", "peak_memory_gib", "time"),
     *("seconds", "blocked_seconds", "perplexity", "bits_per_byte", "from_step", "position"),
@@ -89,6 +89,8 @@ _TEXTS = ("event", "name", "path", "reason", "problem", "parameter")
 
 def _has_its_type(key: str, value: Any) -> bool:
     """Whether a value of a record is of the type that a run writes under its key."""
+    if key == "step":
+        return type(value) is int
     if key in _NUMBERS:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     return key not in _TEXTS or isinstance(value, str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -505,11 +505,29 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)
 
 
+def convert_and_list_opened(folder: str, out: str) -> set[str]:
+    """The files of a folder that Python opens while it is converted."""
+    opened = set()
+
+    def record(event, args) -> None:
+        if event == "open" and str(args[0]).startswith(f"{folder}/"):
+            opened.add(str(args[0]).removeprefix(f"{folder}/"))
+
+    sys.addaudithook(record)
+    from_hugging_face(StorageFolder(folder), StorageFolder(out))
+    return opened
+
+
 def test_other_files_of_a_hugging_face_folder_are_never_opened(tmp_path):
     folder = export(tmp_path / "hf", random_model(SIZES))
+    read = {"config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"}
+    for name in read - {"config.json"}:
+        (tmp_path / "hf" / name).write_text("{}")
     for name in ("pytorch_model.bin", "modeling_llama.py", "vocab.json", "special_tokens_map.json"):
-        os.mkfifo(tmp_path / "hf" / name)  # opening it would block
-    from_hugging_face(folder, StorageFolder(tmp_path / "converted"))
+        (tmp_path / "hf" / name).write_text("{}")
+    out = str(tmp_path / "converted")
+    (opened,) = run_on_ranks(convert_and_list_opened, 1, folder.path, out)
+    assert opened - {"model.safetensors"} == read
 
 
 def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):

@@ -108,7 +108,7 @@ def mutate_line(content: bytes, random: Random) -> bytes:
     """One line of JSON lines replaced or removed, or moved elsewhere."""
     lines = content.splitlines()
     line = lines.pop(random.randrange(len(lines)))
-    if random.random() < 0.9:
+    if not lines or random.random() < 0.9:
         lines.insert(random.randrange(len(lines) + 1), line)
     number = random.randrange(len(lines))
     lines[number] = mutate_json(lines[number], random)

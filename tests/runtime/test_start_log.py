@@ -152,7 +152,13 @@ def test_a_line_cut_off_by_a_crash_does_not_affect_other_lines(tmp_path):
         assert all(start.crashed for start in starts)
 
 
-@pytest.mark.parametrize("junk", [b"\0\0\0", b"[]", b"7", b'{"event": "start"}', b"\xff", b""])
+START = b'{"event": "start", "host": "h", "pid": 1, "ranks": 2, "from_step": 0, "time": %s}'
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [b"\0\0\0", b"[]", b"7", b'{"event": "start"}', b"\xff", b"", START % b'"x"', START % b"1e300"],
+)
 def test_an_invalid_line_does_not_affect_other_lines(tmp_path, junk):
     start_run(tmp_path, 100, code=1, step=110)
     with (tmp_path / STARTS_FILE).open("ab") as file:

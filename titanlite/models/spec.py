@@ -57,7 +57,7 @@ class ModelConfig:
     # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
     print_after_conversion: bool = False  # log the module tree after parallelization
     dim: Positive | None = None  # width of the residual stream
-    n_layers: Positive | None = None  # transformer blocks
+    n_layers: Annotated[int, Range(1, 10_000)] | None = None  # transformer blocks
     n_heads: Positive | None = None  # query heads per block
     n_kv_heads: Positive | None = None  # key-value heads per block; must divide n_heads
     head_dim: Positive | None = None  # elements per head; default dim / n_heads

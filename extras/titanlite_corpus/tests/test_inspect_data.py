@@ -217,8 +217,13 @@ def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
         (("dump", started_run / "metrics.jsonl"), "is not a batch that the guard wrote"),
         (("dump", tmp_path / "none.json"), "cannot be read"),
     ]
+    document = '{"first_token": 0, "shard": "a", "document": 1, "tokens": 2}'
+    documents = [document, document, "{}", document, document]  # the third is shown by --full
     for number, field in enumerate(
-        ('"documents": [1]', '"documents": [{}]', '"documents": 5', '"text": 5', '"tokens": 5')
+        (
+            *('"documents": [1]', '"documents": [{}]', '"documents": 5', '"text": 5'),
+            *('"tokens": 5', f'"first_token": 0, "documents": [{", ".join(documents)}]'),
+        )
     ):
         dump = tmp_path / f"dump-{number}.json"
         dump.write_text(f'{{"samples": [{{"position": 1, {field}}}]}}')

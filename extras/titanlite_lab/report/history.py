@@ -116,6 +116,7 @@ def read_run(path: Path) -> RunHistory:
 
 
 _REQUIRED = ("step", "tokens", "time", "step_seconds", "data_seconds")  # of a step line
+_REQUIRED_OF_EVENT = {"validation": ("name", "loss"), "rolled_back": ("from_step",)}
 
 
 def _check_metrics_record(record: Record) -> None:
@@ -123,8 +124,10 @@ def _check_metrics_record(record: Record) -> None:
     for key in _REQUIRED if "event" not in record else ("step", "time"):
         if record[key] is None:
             raise ValueError(f"{key} is null")
-    if not isinstance(record["step"], int) or not 0 <= record["time"] < LAST_TIME:
-        raise ValueError(f"step {record['step']!r}, time {record['time']!r}")
+    for key in _REQUIRED_OF_EVENT.get(record.get("event", ""), ()):
+        record[key]
+    if not 0 <= record["time"] < LAST_TIME:
+        raise ValueError(f"time {record['time']!r}")
     json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate cannot be written to a page
 
 

@@ -183,7 +183,7 @@ def _loss_lines(run: RunHistory, number: int, runs: int) -> Iterator[ChartLine]:
     colour = COLOURS[number % len(COLOURS)]
     steps, loss = [record["step"] for record in run.steps], run.column("loss")
     for attempt in run.abandoned:
-        points = [(r["step"], math.nan if r["loss"] is None else r["loss"]) for r in attempt]
+        points = [(r["step"], math.nan if r.get("loss") is None else r["loss"]) for r in attempt]
         yield ChartLine("", "#d1495b" if runs == 1 else colour, points, faint=True)
     yield ChartLine("", colour, list(zip(steps, loss, strict=True)), faint=True)
     smoothed = smooth(np.array(loss)).tolist()

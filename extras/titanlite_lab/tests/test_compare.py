@@ -189,6 +189,8 @@ def test_a_negative_or_infinite_tolerance_is_rejected(compare, tolerance):
         ([["step", 1]], "line 1 is not a JSON object"),
         ([5, step_line(1)], "line 1 is not a JSON object"),
         ([{**step_line(1), "loss": 10**400}], "not the metrics.jsonl of a run"),
+        ([{**step_line(1), "z_loss": [1]}], r"line 1: z_loss \[1\]"),
+        ([{**step_line(1), "step": None}, step_line(2)], "line 1: step None"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_an_error_and_not_agreement(compare, lines, message):

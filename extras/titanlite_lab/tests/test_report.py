@@ -207,6 +207,12 @@ def test_a_folder_that_no_run_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(DataError, match="is not the folder of a run"):
         read_run(tmp_path)
+    events = ({"event": "validation", "loss": 1.0}, {"event": "rolled_back"})
+    for event in events:  # without the name, and without the step that it went back from
+        with pytest.raises(DataError, match="is not the folder of a run"):
+            write_run(tmp_path, [step_line(1, 9)], [{"step": 1, "time": 9, **event}])
+    abandoned = {key: value for key, value in step_line(2, 8).items() if key != "loss"}
+    assert "Summary" in render_report([write_run(tmp_path, [step_line(1, 9)], (), [abandoned])])
 
 
 def test_steps_that_a_roll_back_took_back_are_counted_once(tmp_path):

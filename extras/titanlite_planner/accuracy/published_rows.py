@@ -201,9 +201,12 @@ def _read_row(row: Row) -> PublishedRun:
         notes.append(f'framework "{row["framework"]}" is not known: {UNKNOWN_DEFAULTS}')
     model = _row_model(row, notes)
     layout = _row_layout(row, facts, notes)
-    if "Rebalancing layers" in row["note"]:
+    if (stages := layout.pipeline * layout.stages_per_rank) > model.n_layers + 2:
+        raise MissingFact(f"pp x vp = {stages} stages, but {model.n_layers} layers")
+    single = layout.stages_per_rank == 1  # the blocks of a rank are those of its stage
+    if single and "Rebalancing layers" in row["note"]:
         layout = replace(layout, stage_blocks=_balanced_with_embeddings(model, layout))
-    if facts.stages_by_cost and layout.pipeline > 1:
+    if single and facts.stages_by_cost and layout.pipeline > 1:
         layout = replace(layout, stage_blocks=_divided_by_cost(model, layout.pipeline))
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")

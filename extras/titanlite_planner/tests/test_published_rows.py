@@ -202,6 +202,9 @@ def test_a_row_of_a_stranger_is_refused_where_it_is_too_large_and_is_no_formula(
     rows += [{**ROWS["615"], "heads": "1e9"}]
     found = predict_rows(rows)
     assert all("is more than" in each.note and each.step is None for each in found)
+    rebalanced = {**ROWS["625"], "vp": "2"}
+    assert predict_rows([rebalanced])[0].step is not None  # blocks of a rank, not of a stage
+    assert "stages, but 106 layers" in predict_rows([{**rebalanced, "vp": "9999"}])[0].note
     write_predictions(found, tmp_path / "out.csv")
     assert "\n'=cmd" in (tmp_path / "out.csv").read_text()
 
