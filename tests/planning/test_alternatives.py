@@ -66,6 +66,19 @@ def test_offload_is_recommended_only_if_nothing_else_is_as_fast():
     assert unproven_features(layout.step.choice, 2048) == ["optimizer offload"]
 
 
+def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice():
+    ask = {"model": "llama3/70B", "gpus": "64xH100", "batch": "64"}
+    layouts = alternatives_of(request_of(**ask, trusted=True))
+    assert not any(unproven_features(layout.step.choice, 8192) for layout in layouts)
+    choices = [layout.step.choice for layout in layouts]
+    assert len(set(choices)) == len(choices) == 3
+    names = ["the best without CP", "the best with TP, without CP, PP or offload"]
+    assert layouts[1].labels == names
+    # the simplest within 3 % is first, and says why
+    text = list(report_lines(request_of(**ask), search.SearchCounts(), layouts, []))
+    assert text[7].strip().startswith("recommended: the simplest within 3% of the fastest")
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "advice"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planner_page import ERRORS, errors_toml
 from titanlite.errors import ConfigError, DataError
-from titanlite.planning.alternatives import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED_SCHEDULES
+from titanlite.planning.layout_space import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED
 from titanlite.planning.published_rows import published_models, read_row
 from titanlite.planning.row_errors import (
     error_table,
@@ -52,7 +52,7 @@ def test_what_a_plan_marks_is_in_no_published_run(predictions):
     runs = [found.workload for found in predictions if found.workload]
     short = [run.seq_len // run.layout.context for run in runs if run.layout.context > 1]
     assert min(short) == LEAST_TOKENS_PER_CONTEXT_RANK
-    assert {run.layout.schedule for run in runs} == set(PUBLISHED_SCHEDULES)
+    assert {run.layout.schedule for run in runs} == set(PUBLISHED["schedule"])
     assert not any(run.offload_activations or run.offload_optimizer for run in runs)
     assert "selective" not in {run.recompute for run in runs}  # every k-th block
 
