@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from titanlite.errors import UserError
 from titanlite.planning import forked, search
-from titanlite.planning.alternatives import find_alternatives, unproven_features
+from titanlite.planning.alternatives import OFFLOADS, find_alternatives, unproven_features
 from titanlite.planning.dry_run import dry_run
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.memory import estimate_memory
@@ -66,16 +66,25 @@ def test_offload_is_recommended_only_if_nothing_else_is_as_fast():
     assert unproven_features(layout.step.choice, 2048) == ["optimizer offload"]
 
 
-def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice():
-    ask = {"model": "llama3/70B", "gpus": "64xH100", "batch": "64"}
-    layouts = alternatives_of(request_of(**ask, trusted=True))
-    assert not any(unproven_features(layout.step.choice, 8192) for layout in layouts)
+def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice(monkeypatch):
+    asked, among = [], LayoutSearch.among
+
+    def recorded(self, frames, fixed, *limit):
+        asked.append(fixed)
+        return among(self, frames, fixed, *limit)
+
+    monkeypatch.setattr(LayoutSearch, "among", recorded)
+    for gpus in ("32", "64"):
+        request = request_of("llama3/70B", f"{gpus}xH100", gpus, trusted=True)
+        layouts = alternatives_of(request)
+        assert not any(unproven_features(layout.step.choice, 8192) for layout in layouts)
+    assert not any(fixed.get(name) for fixed in asked for name in OFFLOADS)
     choices = [layout.step.choice for layout in layouts]
     assert len(set(choices)) == len(choices) == 3
     names = ["the best without CP", "the best with TP, without CP, PP or offload"]
     assert layouts[1].labels == names
     # the simplest within 3 % is first, and says why
-    text = list(report_lines(request_of(**ask), search.SearchCounts(), layouts, []))
+    text = list(report_lines(request, search.SearchCounts(), layouts, []))
     assert text[7].strip().startswith("recommended: the simplest within 3% of the fastest")
 
 
