@@ -25,7 +25,7 @@ from titanlite_planner.time.step import estimate_step
 from titanlite_planner.workload import Workload
 
 RUNS = Path(__file__).parent / "published_runs.csv"
-TOML = Path(__file__).parents[1] / "titanlite" / "planning" / "efficiency.toml"
+TOML = Path(__file__).parents[1] / "extras/titanlite_planner/time/efficiency.toml"
 PRIOR = Efficiency(
     matmul=0.65, attention=0.55, memory=0.75, link=0.75, network=0.75, float8=0.55, float4=0.45
 )

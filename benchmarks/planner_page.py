@@ -25,7 +25,7 @@ from titanlite_planner.workload import Layout, Numerics, Overlap, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "planner.md"
-ERRORS = ROOT / "titanlite" / "planning" / "published_errors.toml"
+ERRORS = ROOT / "extras/titanlite_planner/accuracy/published_errors.toml"
 RUNS = ROOT / "benchmarks" / "published_runs.csv"
 
 

@@ -8,9 +8,15 @@ source scripts/environment.sh dev
 unset PYTHONDONTWRITEBYTECODE
 
 ORACLE=tests/distributed/test_oracle.py::test_every_layout_matches_one_process
+DRY=extras/titanlite_planner/tests/test_dry_run.py  # the cases of one estimate stay
 QUICK=(
   tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
-  tests/models tests/kernels tests/optim extras/titanlite_planner/tests tests/metrics
+  tests/models tests/kernels tests/optim tests/metrics
+  extras/titanlite_planner/tests --ignore extras/titanlite_planner/tests/test_expert_dry_run.py
+  --deselect "$DRY::test_estimates_of_random_layouts_equal_dry_runs"
+  --deselect "$DRY::test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks"
+  --deselect "$DRY::test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns"
+  --deselect "$DRY::test_a_dry_run_equals_a_real_run"
   extras/titanlite_lab/tests --ignore extras/titanlite_lab/tests/test_compare.py
   tests/data extras/titanlite_corpus/tests --ignore extras/titanlite_corpus/tests/test_prepare.py
   --deselect tests/data/test_formats.py::test_a_run_on_another_format_resumes_exactly

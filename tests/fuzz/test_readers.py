@@ -92,7 +92,7 @@ def write_records(folder: Path) -> None:
     (folder / "step-1.json").write_text(json.dumps(dump))
 
 
-SCALING_TABLE = ROOT / "tests" / "planning" / "data" / "gadre_c4.csv"
+SCALING_TABLE = ROOT / "extras/titanlite_lab/tests/data/gadre_c4.csv"
 EVENTS = (
     {"event": "validation", "name": "all", "loss": 3.5, "perplexity": 33.0, "bits_per_byte": 1.2},
     {"event": "checkpoint_saved", "path": "step-24", "seconds": 1.0, "blocked_seconds": 0.1},

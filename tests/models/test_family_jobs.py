@@ -13,7 +13,9 @@ from titanlite.job import read_job
 from titanlite.models import FAMILIES
 
 CHARACTERS = Path(__file__).parents[2] / "train_configs/gpt2_characters.toml"
-# torchtitan/models/*/train_configs of v0.2.2: the keys and values of its language models
+# The keys and values of torchtitan v0.2.2's language models (torchtitan/models/*/train_configs),
+# and of what AWS vendors (awslabs/awsome-distributed-ai, test case torchtitan, slurm/configs): its
+# llama3_8b.toml equals torchtitan's, and has no file of its own here.
 TORCHTITAN = sorted((Path(__file__).parents[1] / "torchtitan").glob("*.toml"))
 OTHER_MODELS = {  # flavors that are not this project's, and what the refusal says
     "deepseek_v3_16b": "moonlight-16B is another model",
@@ -41,6 +43,8 @@ def test_a_toml_of_torchtitan_needs_a_data_override_only(corpus, path):
     assert job.config.data.tokenizer == "bytes"  # not that of model.hf_assets_path
     converters = job.config.model.converters
     assert bool(job.config.float8.recipe_name) == bool(converters)  # "float8" in 405B
+    assert job.config.float8.enable_fsdp_float8_all_gather == bool(converters)
+    assert job.config.compile.enable == bool(converters)
 
 
 def test_a_toml_of_torchtitan_without_data_has_one_error_for_it(tmp_path):

@@ -142,7 +142,7 @@ def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(base, capsys):
     content = json.loads(out.read_text())
     for name, value in (("alpha", -0.1), ("B", 0), ("count", {}), ("A", 1e300)):
         out.write_text(json.dumps({**content, "law": {**content["law"], name: value}}))
-        assert script(["optimum", "--law", str(out), "--flops", "1e14"]) == 2
+        assert scaling_laws.main(["optimum", "--law", str(out), "--flops", "1e14"]) == 2
 
 
 def test_runs_that_do_not_compare_are_refused(base, capsys):

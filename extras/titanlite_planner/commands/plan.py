@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from titanlite_planner.pictures.plan import draw_memory_time, draw_stacked_bars
 from titanlite_planner.plan.alternatives import find_alternatives
 from titanlite_planner.plan.changes import ChangedAnswer, changed_answers
 from titanlite_planner.plan.files import write_plan, write_text_files
-from titanlite_planner.plan.report import memory_parts, part_title, report_lines
+from titanlite_planner.plan.report import part_title, report_lines
 from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
 from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
@@ -76,6 +77,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     names = [field.name for field in dataclasses.fields(PlanArguments) if field.name != "overrides"]
     given = {name: getattr(arguments, name) for name in names}
     request = read_plan_request(PlanArguments(**given, overrides=overrides), CONFIGS)
+    gc.freeze()  # of torch's objects, which each collection during the search would visit
     search = LayoutSearch(request.space, request.target, 1)
     layouts = find_alternatives(search)
     steps = [layout.step for layout in layouts]
@@ -92,12 +94,12 @@ def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[
     """Write the pictures of a plan."""
     labels = [f"{number}  {step.choice.frame.degrees}" for number, step in enumerate(steps, 1)]
     usable = search.target.usable_bytes / GIB
-    memory = {
-        label: {part_title(part): size / GIB for part, size in memory_parts(step.memory).items()}
+    memory = {  # all parts, so that each has the same colour in all plans
+        label: {part_title(n): getattr(step.memory.worst, n) / GIB for n in MEMORY_PARTS}
         for label, step in zip(labels, steps, strict=True)
     }
     time = {
-        label: {part_title(part): seconds for part, seconds in step.time.parts.items()}
+        label: {part_title(part): seconds for part, seconds in vars(step.time).items()}
         for label, step in zip(labels, steps, strict=True)
     }
     points = {
@@ -105,13 +107,13 @@ def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[
         for label, step in zip(labels, steps, strict=True)
     }
     chosen = steps[0].memory.total / GIB, steps[0].time.total
-    points["recommended: layout 1"] = [chosen]
     files = [folder / f"{name}.png" for name in ("memory", "time", "memory_time")]
     draw_stacked_bars(
         "Memory of the worst rank at its peak", memory, "GiB", files[0], ("usable memory", usable)
     )
     draw_stacked_bars("Time of a step", time, "seconds", files[1])
-    draw_memory_time("Recomputation and offload: memory against time", points, usable, files[2])
+    title = "Recomputation and offload: memory against time"
+    draw_memory_time(title, points, chosen, usable, files[2])
     job = steps[0].job
     return files + draw_job_layout(job, computed_timelines(job), folder / "layout")
 
@@ -173,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=VALUE",
         help="fix what is searched, such as tensor=8 or recompute=full; may be repeated",
+    )
+    plan.add_argument(
+        "--trusted", action="store_true", help="search only what published runs have, and --fix"
     )
     plan.add_argument("--quick", action="store_true", help="leave out what would change the answer")
     other = parser.add_argument_group("measured runs")

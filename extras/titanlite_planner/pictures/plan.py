@@ -21,6 +21,8 @@ _COLOURS = (
     "#6d597a",
     "#9aa3ad",
     "#3c4a5a",
+    "#a4c3a2",
+    "#e6c9a8",
 )
 
 
@@ -33,6 +35,7 @@ def draw_stacked_bars(
 ) -> None:
     """One horizontal bar for each row: part -> length; `limit` is a labelled vertical line.
 
+    The order of the parts, those of length 0 included, decides their colours.
     Raises ConfigError without matplotlib, or if `out` cannot be written.
     """
     figure = new_figure(10, 1.8 + 0.42 * len(rows), layout="constrained")
@@ -41,11 +44,12 @@ def draw_stacked_bars(
     for parts in rows.values():
         for part, value in parts.items():
             totals[part] = totals.get(part, 0.0) + value
+    colours = dict(zip(totals, _repeat_colours(len(totals)), strict=True))
     shown = [part for part in sorted(totals, key=lambda part: -totals[part]) if totals[part] > 0]
     labels, starts = list(rows), [0.0] * len(rows)
-    for part, colour in zip(shown, _repeat_colours(len(shown)), strict=True):
+    for part in shown:
         lengths = [rows[label].get(part, 0.0) for label in labels]
-        panel.barh(labels, lengths, 0.66, starts, color=colour, label=part)
+        panel.barh(labels, lengths, 0.66, starts, color=colours[part], label=part)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     for place, total in enumerate(starts):
         panel.annotate(
@@ -67,10 +71,13 @@ def draw_stacked_bars(
 def draw_memory_time(
     title: str,
     points: Mapping[str, Sequence[tuple[float, float]]],
+    recommended: tuple[float, float],
     usable_gib: float,
     out: Path,
 ) -> None:
     """(GiB, seconds per step) of each layout's variants, and the Pareto front of all of them.
+
+    A ring marks the point that is recommended.
 
     Raises ConfigError without matplotlib, or if `out` cannot be written.
     """
@@ -79,6 +86,8 @@ def draw_memory_time(
     for (label, pairs), colour in zip(points.items(), _repeat_colours(len(points)), strict=True):
         gib, seconds = zip(*pairs, strict=True)
         panel.plot(gib, seconds, "o", markersize=4, alpha=0.75, color=colour, label=label)
+    ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.6, "color": INK}
+    panel.plot(*recommended, "o", label="recommended: layout 1", **ring)
     front = pareto_front([pair for pairs in points.values() for pair in pairs])
     panel.plot(*zip(*front, strict=True), color=INK, linewidth=1, drawstyle="steps-post")
     panel.axvline(usable_gib, color=RED, linewidth=1.2, linestyle="--", label="usable memory")

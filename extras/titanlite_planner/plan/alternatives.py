@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from titanlite.errors import ConfigError, UserError
-from titanlite_planner.plan.layout_space import Frame, LayoutChoice
+from titanlite_planner.plan.layout_space import PUBLISHED, Frame, LayoutChoice, has_short_context
 from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 TIE = 0.03  # relative difference of two estimates that is below their error
 RECOMMENDED = f"the simplest within {TIE:.0%} of the fastest"
-# What no run of benchmarks/published_runs.csv has; tests compare these with its rows.
-LEAST_TOKENS_PER_CONTEXT_RANK = 4096
-PUBLISHED_SCHEDULES = ("1F1B", "Interleaved1F1B")
 OFFLOADS = ("offload_activations", "offload_optimizer")
 
 
@@ -29,12 +26,12 @@ class Alternative(NamedTuple):
 def unproven_features(choice: LayoutChoice, seq_len: int) -> list[str]:
     """What of a layout is in no published run, so that its estimate was never compared."""
     degrees, options = choice.frame.degrees, choice.options
-    short = degrees.context > 1 and seq_len // degrees.context < LEAST_TOKENS_PER_CONTEXT_RANK
-    schedule = degrees.pipeline > 1 and choice.schedule not in PUBLISHED_SCHEDULES
+    short = has_short_context(seq_len, degrees.context)
+    schedule = degrees.pipeline > 1 and choice.schedule not in PUBLISHED["schedule"]
     found = {
         f"CP with {seq_len // degrees.context:,} tokens a rank": short,
         f"schedule {choice.schedule}": schedule,
-        f"recompute {options.recompute}": options.recompute.startswith("every"),
+        f"recompute {options.recompute}": options.recompute not in PUBLISHED["recompute"],
         "activation offload": options.offload_activations,
         "optimizer offload": options.offload_optimizer,
     }
@@ -60,9 +57,10 @@ def find_simplest(search: LayoutSearch, limit: float) -> PlannedStep | None:
     for frame in search.frames:
         key = _complexity(frame, search.space.seq_len)
         by_complexity.setdefault(key, []).append(frame)
+    searched = [search.space.values(name, (False, True)) for name in OFFLOADS]
     for key, frames in by_complexity.items():
-        for offloads in ((False, False), (False, True), (True, False), (True, True)):
-            fixed = dict(zip(OFFLOADS, offloads, strict=True)) | dict(search.space.fixed)
+        for offloads in itertools.product(*searched):
+            fixed = dict(search.space.fixed) | dict(zip(OFFLOADS, offloads, strict=True))
             groups.setdefault(key + 2 * sum(offloads), []).append((frames, fixed))
     for _, searches in sorted(groups.items()):
         found = [step for frames, fixed in searches if (step := search.among(frames, fixed, limit))]
@@ -125,19 +123,19 @@ def find_alternatives(search: LayoutSearch) -> list[Alternative]:
         shown.append(Alternative(fastest, ["the fastest"]))
     for categories in CATEGORIES:
         for category in categories:
-            tied = [
-                row
-                for row in shown
-                if category.contains(row.step.choice) and row.step.time.total <= limit
-            ]
-            if tied:
-                tied[0].labels.append(category.label)
-                break
-            frames = list(filter(category.has_frame, search.frames))
-            step = search.among(frames, {**category.fixed, **search.space.fixed})
-            if step is not None and category.contains(step.choice):
-                shown.append(Alternative(step, [category.label]))
-                break
+            same = [row for row in shown if category.contains(row.step.choice)]
+            tied = [row for row in same if row.step.time.total <= limit]
+            if not tied:
+                frames = list(filter(category.has_frame, search.frames))
+                step = search.among(frames, {**category.fixed, **search.space.fixed})
+                if step is None or not category.contains(step.choice):
+                    continue
+                tied = [row for row in same if row.step.choice == step.choice]
+                if not tied:
+                    shown.append(Alternative(step, [category.label]))
+                    break
+            tied[0].labels.append(category.label)
+            break
     return shown
 
 

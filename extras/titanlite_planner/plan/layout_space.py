@@ -8,7 +8,7 @@ the best ones only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -37,6 +37,14 @@ RECOMPUTES: dict[str, tuple[Recompute, int]] = {  # by what they are called; (ki
     "every 2nd block": ("selective", 2),
     "op": ("per_operation", 1),
     "full": ("full", 1),
+}
+# What runs of benchmarks/published_runs.csv have; tests compare these with its rows.
+LEAST_TOKENS_PER_CONTEXT_RANK = 4096
+PUBLISHED: dict[str, Sequence[Any]] = {
+    "schedule": ("1F1B", "Interleaved1F1B"),
+    "recompute": ("none", "op", "full"),
+    "offload_activations": (False,),
+    "offload_optimizer": (False,),
 }
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline", "expert", "expert_tensor")
 
@@ -101,6 +109,7 @@ class LayoutSpace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # what is not searched: a degree, "micro_batch", "schedule", "stages_per_rank", or a field of
     # StepOptions, with its value
+    trusted: bool = False  # whether only what published runs have is searched
 
     def frames(self) -> Iterator[Frame]:
         """Legal degrees and micro-batches, with at least one schedule each."""
@@ -108,7 +117,7 @@ class LayoutSpace:
             if self.global_batch % degrees.data:
                 continue
             rank_batch = self.global_batch // degrees.data
-            for micro_batch in self._values("micro_batch", divisors(rank_batch)):
+            for micro_batch in self.values("micro_batch", divisors(rank_batch)):
                 if rank_batch % micro_batch == 0:
                     for precision in self.precisions:
                         frame = Frame(degrees, micro_batch, rank_batch // micro_batch, precision)
@@ -122,12 +131,12 @@ class LayoutSpace:
             yield "1F1B", 1
             return
         most = min(MAX_STAGES_PER_RANK, self.sizes.n_layers // ranks)
-        for name in self._values("schedule", SCHEDULES):
+        for name in self.values("schedule", SCHEDULES):
             schedule = SCHEDULES[name]
             if schedule.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
                 continue
             counts = [schedule.stages_per_rank] if schedule.stages_per_rank else range(2, most + 1)
-            for count in self._values("stages_per_rank", counts):
+            for count in self.values("stages_per_rank", counts):
                 if count in counts and count <= most:
                     stages = count * ranks
                     if not required_microbatches(name, ranks, stages, frame.n_microbatches):
@@ -144,10 +153,10 @@ class LayoutSpace:
     def _options(self, splits: bool, gathers: bool) -> list[StepOptions]:
         found = [
             StepOptions(recompute, activations, optimizer, reshard)
-            for recompute in self._values("recompute", RECOMPUTES)
-            for activations in self._values("offload_activations", (False, True))
-            for optimizer in self._values("offload_optimizer", (False, True))
-            for reshard in self._values("reshard", (False, True))
+            for recompute in self.values("recompute", RECOMPUTES)
+            for activations in self.values("offload_activations", (False, True))
+            for optimizer in self.values("offload_optimizer", (False, True))
+            for reshard in self.values("reshard", (False, True))
             if not (recompute == "op" and activations)  # check_activation_checkpoint
             # plan_pipeline refuses it where the backward is split, which recomputation prevents
             and not (reshard and ((splits and recompute == "none") or not gathers))
@@ -208,13 +217,19 @@ class LayoutSpace:
     def _known_options(self) -> dict[tuple[bool, bool], list[StepOptions]]:
         return {}
 
-    def _values(self, name: str, default) -> Sequence[Any]:
-        return [self.fixed[name]] if name in self.fixed else default
+    def values(self, name: str, default: Iterable[Any]) -> list[Any]:
+        """The values of a choice that are searched."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        known = PUBLISHED.get(name) if self.trusted else None
+        return [value for value in default if known is None or value in known]
 
     def _degrees(self) -> Iterator[Degrees]:
         """Degrees whose product is the number of GPUs, and that can shard the model."""
         for tensor in self._divisors("tensor", self.gpus):
             for context in self._divisors("context", self.gpus // tensor):
+                if self.trusted and has_short_context(self.seq_len, context):
+                    continue
                 if not self._can_shard_sequences(Degrees(context=context, tensor=tensor)):
                     continue
                 outer = self.gpus // tensor // context
@@ -232,7 +247,7 @@ class LayoutSpace:
         experts = self.spec.experts(self.sizes)
         for expert in self._divisors("expert", experts.count if experts else 1):
             tensor_degrees = {1, degrees.tensor} if expert > 1 else {1}
-            for expert_tensor in self._values("expert_tensor", sorted(tensor_degrees)):
+            for expert_tensor in self.values("expert_tensor", sorted(tensor_degrees)):
                 borrowed = degrees.shard * degrees.context
                 borrowed *= 1 if expert_tensor > 1 else degrees.tensor
                 divided = dataclasses.replace(degrees, expert=expert, expert_tensor=expert_tensor)
@@ -244,7 +259,7 @@ class LayoutSpace:
                     yield divided
 
     def _divisors(self, name: str, number: int) -> list[int]:
-        return [n for n in self._values(name, divisors(number)) if number % n == 0]
+        return [n for n in self.values(name, divisors(number)) if number % n == 0]
 
     def _can_shard_sequences(self, degrees: Degrees) -> bool:
         problems: list[ConfigError] = [
@@ -262,6 +277,11 @@ class LayoutSpace:
         tokens = frame.micro_batch * self.seq_len // frame.degrees.context
         gathers = frame.degrees.shard * frame.degrees.context > 1
         return tokens % ALIGNMENT == 0 and (gathers or frame.precision == "float8")
+
+
+def has_short_context(seq_len: int, context: int) -> bool:
+    """Whether a context rank has fewer tokens than in any published run."""
+    return context > 1 and seq_len // context < LEAST_TOKENS_PER_CONTEXT_RANK
 
 
 @lru_cache(maxsize=1024)

@@ -62,6 +62,7 @@ class PlanArguments:
     precision: str = "bf16"
     reserve: str = "10"
     fix: Sequence[str] = ()
+    trusted: bool = False
     hardware: str | None = None
     efficiency: str | None = None
     overrides: Sequence[str] = ()  # --section.key value
@@ -135,6 +136,7 @@ class _ArgumentReader:
             has_optimizer_offload=_can_offload(base),
             precisions=precisions,
             fixed=fixed,
+            trusted=arguments.trusted,
         )
         default = arguments.tokens is None
         if default:

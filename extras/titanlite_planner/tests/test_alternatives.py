@@ -15,7 +15,7 @@ from titanlite_planner.dry_run.ranks import dry_run
 from titanlite_planner.hardware import parse_gpus
 from titanlite_planner.memory.estimate import estimate_memory
 from titanlite_planner.plan import search
-from titanlite_planner.plan.alternatives import find_alternatives, unproven_features
+from titanlite_planner.plan.alternatives import OFFLOADS, find_alternatives, unproven_features
 from titanlite_planner.plan.files import planned_toml
 from titanlite_planner.plan.report import eager_bytes, report_lines
 from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
@@ -65,6 +65,28 @@ def test_offload_is_recommended_only_if_nothing_else_is_as_fast():
     forced = request_of("llama3/1B", "1xH100", "8", seq_len="2048", fix=["offload_optimizer=yes"])
     (layout, *_) = alternatives_of(forced)
     assert unproven_features(layout.step.choice, 2048) == ["optimizer offload"]
+
+
+def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice(monkeypatch):
+    asked, among = [], LayoutSearch.among
+
+    def recorded(self, frames, fixed, *limit):
+        asked.append(fixed)
+        return among(self, frames, fixed, *limit)
+
+    monkeypatch.setattr(LayoutSearch, "among", recorded)
+    for gpus in ("32", "64"):
+        request = request_of("llama3/70B", f"{gpus}xH100", gpus, trusted=True)
+        layouts = alternatives_of(request)
+        assert not any(unproven_features(layout.step.choice, 8192) for layout in layouts)
+    assert not any(fixed.get(name) for fixed in asked for name in OFFLOADS)
+    choices = [layout.step.choice for layout in layouts]
+    assert len(set(choices)) == len(choices) == 3
+    names = ["the best without CP", "the best with TP, without CP, PP or offload"]
+    assert layouts[1].labels == names
+    # the simplest within 3 % is first, and says why
+    text = list(report_lines(request, search.SearchCounts(), layouts, []))
+    assert text[7].strip().startswith("recommended: the simplest within 3% of the fastest")
 
 
 @pytest.mark.parametrize(

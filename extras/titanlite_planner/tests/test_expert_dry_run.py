@@ -61,6 +61,8 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
     ranks, degrees, recompute = LAYOUTS[name]
     argv = [f"--parallelism.{key}={degree}" for key, degree in degrees.items()]
     argv += ["--model.name=moe", "--model.flavor=small", "--training.seq_len=512"]
+    if "pipeline_parallel_degree" in degrees:
+        argv.append("--training.local_batch_size=4")
     if recompute == "op":
         argv.append("--activation_checkpoint.selective_ac_option=op")
     else:

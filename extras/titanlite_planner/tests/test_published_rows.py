@@ -22,7 +22,7 @@ from titanlite_planner.accuracy.row_errors import (
     summarise_errors,
 )
 from titanlite_planner.accuracy.rows import COLUMNS, predict_rows, read_rows, write_predictions
-from titanlite_planner.plan.alternatives import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED_SCHEDULES
+from titanlite_planner.plan.layout_space import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED
 
 RUNS = Path(__file__).parents[3] / "benchmarks" / "published_runs.csv"
 ROWS = {row["id"]: row for row in read_rows(RUNS)}
@@ -52,7 +52,7 @@ def test_what_a_plan_marks_is_in_no_published_run(predictions):
     runs = [found.workload for found in predictions if found.workload]
     short = [run.seq_len // run.layout.context for run in runs if run.layout.context > 1]
     assert min(short) == LEAST_TOKENS_PER_CONTEXT_RANK
-    assert {run.layout.schedule for run in runs} == set(PUBLISHED_SCHEDULES)
+    assert {run.layout.schedule for run in runs} == set(PUBLISHED["schedule"])
     assert not any(run.offload_activations or run.offload_optimizer for run in runs)
     assert "selective" not in {run.recompute for run in runs}  # every k-th block
 

@@ -56,7 +56,7 @@ def idle_seconds(
         return others
     if schedule in ("Interleaved1F1B", "LoopedBFS", "csv"):  # a file's order: as if interleaved
         return others / stages_per_rank
-    simulated = min(microbatches, MANY * ranks)
+    simulated = _simulable(schedule, ranks, min(microbatches, MANY * ranks))
     idle = simulated_idle(schedule, ranks, stages_per_rank, simulated, splits_backward)
     return idle * sum(costs) / ranks
 
@@ -67,13 +67,12 @@ def simulated_idle(
 ) -> float:
     """Idle time of the schedule's simulation with equal stages, in units of one micro-batch's
     forward and backward on a rank."""
-    simulated = _simulable(schedule, ranks, microbatches)
     stages = ranks * stages_per_rank
-    order = build_schedule_order(schedule, ranks, stages, simulated)
+    order = build_schedule_order(schedule, ranks, stages, microbatches)
     order = order if splits_backward else with_whole_backwards(order)
     rows = simulate_schedule(order, [1.0] * stages)
     end = max(row[-1].end for row in rows)
-    return (end - 3.0 * stages_per_rank * simulated) / (3.0 * stages_per_rank)
+    return (end - 3.0 * stages_per_rank * microbatches) / (3.0 * stages_per_rank)
 
 
 def _simulable(schedule: str, ranks: int, microbatches: int) -> int:
