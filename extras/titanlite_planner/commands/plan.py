@@ -31,7 +31,7 @@ from titanlite_planner.pictures.plan import draw_memory_time, draw_stacked_bars
 from titanlite_planner.plan.alternatives import find_alternatives
 from titanlite_planner.plan.changes import ChangedAnswer, changed_answers
 from titanlite_planner.plan.files import write_plan, write_text_files
-from titanlite_planner.plan.report import part_title, report_lines
+from titanlite_planner.plan.report import MEMORY_PARTS, part_title, report_lines
 from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
 from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
