@@ -131,10 +131,12 @@ def _check_points(points: LossPoints) -> Iterator[DataError]:
             )
     bad = ~np.isfinite(points.losses) | (points.losses <= 0)
     bad |= ~(points.parameters > 0) | ~(points.tokens > 0)
+    with np.errstate(over="ignore", under="ignore"):
+        bad |= ~np.isfinite(points.flops) | ~(points.flops > 0)
     if bad.any():
         yield DataError(
-            f"{source}: point {int(np.flatnonzero(bad)[0]) + 1}: parameters, tokens and loss must"
-            " be positive and finite."
+            f"{source}: point {int(np.flatnonzero(bad)[0]) + 1}: parameters, tokens, loss and"
+            " FLOPs must be positive and finite."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,11 @@ def test_points_that_cannot_determine_a_law_are_refused_with_all_reasons():
     exact = surface(ScalingLaw(1.0, 0.0, 500.0, 0.3, 0.3))
     with pytest.raises(DataError, match="do not f"):
         fit_law(exact, "projection", bootstraps=2)
+    for extreme in (1e200, 1e-200):  # FLOPs of inf and 0, which no group of budgets contains
+        sizes, tokens = exact.parameters.copy(), exact.tokens.copy()
+        sizes[0] = tokens[0] = extreme
+        with pytest.raises(DataError, match="point 1: .* FLOPs must be"):
+            fit_law(replace(exact, parameters=sizes, tokens=tokens))
 
 
 def test_kaplans_parameters_are_those_of_the_paper():
