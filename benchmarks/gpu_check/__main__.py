@@ -27,8 +27,6 @@ from benchmarks.gpu_check.report import gpu_topology, report, summary
 from benchmarks.machine import describe
 from titanlite.log import pluralize
 
-ROOT = Path(__file__).resolve().parents[1]
-
 EXIT_FAILED = 1
 
 

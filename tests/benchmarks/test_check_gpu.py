@@ -225,7 +225,7 @@ def test_every_collective_is_measured_on_real_ranks():
 
 def test_the_script_checks_a_machine_without_a_gpu(tmp_path):
     out = tmp_path / "report.md"
-    command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), "--only", "[fo]*"]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", "[fo]*"]
     process = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     text = out.read_text()
