@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,6 +144,12 @@ def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(base, capsys):
     for name, value in (("alpha", -0.1), ("B", 0), ("count", {}), ("A", 1e300)):
         out.write_text(json.dumps({**content, "law": {**content["law"], name: value}}))
         assert scaling_laws.main(["optimum", "--law", str(out), "--flops", "1e14"]) == 2
+    table = (Path(__file__).parent / "data" / "gadre_c4.csv").read_text().splitlines()[:12]
+    for line, column in ((1, 2), (7, 0)):  # a loss and a size that no float can be fitted to
+        cells = table[line].split(",")
+        table[line] = ",".join([*cells[:column], "1e308" if column else "4", *cells[column + 1 :]])
+    out.with_suffix(".csv").write_text("\n".join(table))
+    assert scaling_laws.main(["fit", str(out.with_suffix(".csv")), "--bootstraps", "2"]) == 2
 
 
 def test_runs_that_do_not_compare_are_refused(base, capsys):

@@ -7,6 +7,8 @@ import math
 from operator import attrgetter
 from pathlib import Path
 
+from numpy.linalg import LinAlgError
+
 from titanlite.errors import DataError
 from titanlite.metrics import METRICS_FILE
 from titanlite_lab.loss_curve import smooth
@@ -42,6 +44,16 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_fit(arguments: argparse.Namespace) -> None:
+    try:
+        _fit(arguments)
+    except (ArithmeticError, LinAlgError) as error:
+        raise DataError(
+            f"{arguments.source}: its losses cannot be fitted ({error.args[-1]}).",
+            fix="Check the columns, and leave out what is far from all other values.",
+        ) from None
+
+
+def _fit(arguments: argparse.Namespace) -> None:
     if arguments.source.is_dir():
         points, curves = _points_of_folder(arguments)
     else:

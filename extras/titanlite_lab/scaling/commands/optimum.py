@@ -39,7 +39,7 @@ def run_optimum(arguments: argparse.Namespace) -> None:
         _find_optimum(arguments)
     except (ArithmeticError, ValueError) as error:
         raise ConfigError(
-            f"--law {arguments.law}: cannot be evaluated at this budget or loss ({error}).",
+            f"--law {arguments.law}: cannot be evaluated here ({error.args[-1]}).",
             fix="Check the parameters of the law.",
         ) from None
 
