@@ -10,7 +10,8 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite_planner import __main__ as planner
+from titanlite_lab.dispatch import run_command
+from titanlite_planner.__main__ import COMMANDS
 from titanlite_planner.dry_run.ranks import RankStep, _kinds, dry_run
 from titanlite_planner.memory.job import estimate_job_memory, job_traffic
 from titanlite_planner.memory.rank import RankMemory
@@ -213,13 +214,13 @@ def test_a_dry_run_equals_a_real_run(name):
 
 def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
     argv = ["dry-run", "--job.check_ranks=6", "--parallelism.tensor_parallel_degree=4"]
-    assert planner.main(argv) == EXIT_USER_ERROR
+    assert run_command("titanlite_planner", COMMANDS, argv) == EXIT_USER_ERROR
     assert "does not divide the number of ranks" in capfd.readouterr().err
 
 
 def test_a_dry_run_prints_every_kind_of_rank(capfd):
     argv = ["dry-run", *argv_of(PIPELINE), "--job.check_ranks=64"]
-    assert planner.main(argv) == 0
+    assert run_command("titanlite_planner", COMMANDS, argv) == 0
     printed = capfd.readouterr().out
     assert "pipeline rank 0: tok_embeddings" in printed
     assert "pipeline rank 1: layers" in printed
