@@ -137,7 +137,8 @@ def test_a_parquet_takes_time_in_proportion_to_its_row_groups(tmp_path):
         assert read(ranges)[2][-1].endswith(f":{groups}")
         return time.process_time() - began
 
-    assert seconds(4000) < 8 * seconds(1000) + 0.1
+    # quadratic: 14 times; the least of three, as other processes run beside this one
+    assert min(seconds(4000) for _ in range(3)) < 8 * min(seconds(1000) for _ in range(3)) + 0.3
 
 
 def test_the_parts_of_a_file_that_is_one_long_line_read_it_once(tmp_path, monkeypatch):
