@@ -66,11 +66,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         return command
 
     run_folder = "a run (its job.dump_folder), its checkpoint folder, or a step-N folder"
-    for name, action in {"ls": list_checkpoints, "verify": verify_checkpoints}.items():
-        add(name, on_folder(action), run_folder)
+    add("ls", on_folder(list_checkpoints), run_folder)
+    add("verify", on_folder(verify_checkpoints), run_folder)
     add("newest", on_folder(print_newest), run_folder)
-    for name, action in {"show": show_checkpoint, "rm": remove_checkpoint}.items():
-        add(name, on_folder(action), "a step-N folder")
+    add("show", on_folder(show_checkpoint), "a step-N folder")
+    add("rm", on_folder(remove_checkpoint), "a step-N folder")
     export = add("to-hf", export_checkpoint, f"{run_folder} (a run: its newest valid checkpoint)")
     export.add_argument("out", help="a new folder")
     export.add_argument(
@@ -84,9 +84,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     export.add_argument(
         "--max-shard-gb", type=float, default=5.0, help="of one safetensors file, in GB; default: 5"
     )
-    add("from-hf", import_folder, "with config.json and safetensors").add_argument(
-        "out", help="a new folder"
-    )
+    add(
+        "from-hf", import_folder, "a Hugging Face folder with config.json and safetensors"
+    ).add_argument("out", help="a new folder")
     return parser.parse_args(argv)
 
 

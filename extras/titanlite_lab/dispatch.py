@@ -17,8 +17,7 @@ def run_command(package: str, commands: Mapping[str, str], argv: list[str]) -> i
 
     `commands`: the name of each on the command line -> what it does.
     """
-    # `| head` ends a command without a traceback
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, commands))

@@ -207,7 +207,7 @@ def _convert_for_export(name: str, tensor: Tensor, exported: ExportedTensor) -> 
         if largest > limit:
             raise CheckpointError(
                 f"{name}: has the value {largest:.3g}, which overflows {dtype}.",
-                fix="Use bfloat16: checkpoint.export_dtype, or --dtype of convert_checkpoint.py.",
+                fix="Use bfloat16: checkpoint.export_dtype, or --dtype of checkpoint.py to-hf.",
             )
     return tensor.to(dtype)
 

@@ -32,6 +32,6 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
         f"{folder}: is not a checkpoint, and contains no valid one.",
         fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
         " folder of one step, such as"
-        " outputs/checkpoint/step-100. Convert a Hugging Face folder first:"
-        " python scripts/checkpoint.py from-hf.",
+        " outputs/checkpoint/step-100. Convert a Hugging Face folder first, by"
+        " scripts/checkpoint.py from-hf.",
     )

@@ -1,4 +1,4 @@
-"""What a rank of an 8B model holds under each memory option, by the estimates of `planning`."""
+"""What a rank of an 8B model holds under each memory option, by the planner's estimates."""
 
 from __future__ import annotations
 

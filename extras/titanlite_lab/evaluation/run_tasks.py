@@ -59,7 +59,7 @@ def load_tasks(names: Sequence[str], allow_code: bool = False) -> Any:
     if files and not allow_code:
         raise ConfigError(
             f"tasks {', '.join(files)}: a YAML file can run code, which is not allowed.",
-            fix="If you trust it: evaluate.py --allow-code. A run takes names of tasks only.",
+            fix="If you trust it: python -m titanlite_lab evaluate --allow-code. A run takes names of tasks only.",
         )
     require_lm_eval()
     from lm_eval.tasks import TaskManager
@@ -172,7 +172,7 @@ def _open_export(folder: str, settings: EvaluationSettings, device: torch.device
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(
             f"{folder}: transformers cannot load it ({reason}).",
-            fix="Give a folder that python scripts/checkpoint.py to-hf wrote.",
+            fix="Give a folder that scripts/checkpoint.py to-hf wrote.",
         ) from error
 
 

@@ -139,7 +139,7 @@ def read_law(path: Path) -> StoredLaw:
     except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: is not a fitted law ({type(error).__name__}: {error}).",
-            fix="Give the file of scaling_laws.py fit --out.",
+            fix="Give the file of scaling-laws fit --out.",
         ) from None
 
 
