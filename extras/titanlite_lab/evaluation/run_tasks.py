@@ -59,7 +59,8 @@ def load_tasks(names: Sequence[str], allow_code: bool = False) -> Any:
     if files and not allow_code:
         raise ConfigError(
             f"tasks {', '.join(files)}: a YAML file can run code, which is not allowed.",
-            fix="If you trust it: python -m titanlite_lab evaluate --allow-code. A run takes names of tasks only.",
+            fix="If you trust it: python -m titanlite_lab evaluate --allow-code. A run takes"
+            " names of tasks only.",
         )
     require_lm_eval()
     from lm_eval.tasks import TaskManager
