@@ -25,9 +25,6 @@ def pytest_addoption(parser) -> None:
         "--expert-layouts", action="store_true", help="random layouts with expert parallel only"
     )
     parser.addoption(
-        "--pickles", type=int, default=300, help="number of mutated .metadata files to read"
-    )
-    parser.addoption(
         "--fuzz", type=float, default=0, help="minutes of fuzzing all readers; runs no other test"
     )
     parser.addoption(

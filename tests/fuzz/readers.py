@@ -145,7 +145,6 @@ READERS = {
     "chat template": Reader("tokenizer_config.json", render_chat),
     "manifest": Reader("step", load_checkpoint, "manifest.json", fix_hashes),
     "chunks": Reader("step", load_checkpoint, "chunks.json", fix_hashes),
-    "metadata": Reader("old", load_checkpoint, ".metadata", fix_hashes),
     "shards": Reader("step", load_checkpoint, "*.distcp", fix_hashes),
     "safetensors": Reader("hf", convert_hugging_face, "*.safetensors"),
     "Hugging Face JSON": Reader("hf", convert_hugging_face, "*.json"),

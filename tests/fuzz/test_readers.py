@@ -16,7 +16,6 @@ import pyarrow.parquet
 import pytest
 
 from conftest import ROOT
-from tests.checkpoint.test_untrusted import convert_to_format_2
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
@@ -42,8 +41,6 @@ def seeds(corpus, tmp_path_factory) -> Path:
     with LaunchedRun(1, folder / "out", "--job.config_file", str(run)) as launched:
         assert launched.wait() == [0], launched.output
     shutil.copytree(folder / "out" / "checkpoint" / "step-1", folder / "step")
-    shutil.copytree(folder / "step", folder / "old")
-    convert_to_format_2(folder / "old")
     shutil.copytree(folder / "out" / "checkpoint" / "step-1-hf", folder / "hf")
     write_records(folder)
     pages = [PAGE.format(number, "ä").encode() for number in range(9)]

@@ -1,9 +1,9 @@
 """The locations of each tensor's chunks in the files of a checkpoint, as JSON.
 
 A chunk is the part of a tensor that one rank has written. DCP records the locations in `.metadata`,
-a pickle, which is written for DCP's own tools and never unpickled here: for format 2, which has no
-`chunks.json`, it is read as plain data. `chunks.json` is separate from the manifest, because the
-manifest is read at every save, and thousands of ranks have millions of chunks.
+a pickle, which is written for DCP's own tools and never read here. `chunks.json` is separate from
+the manifest, because the manifest is read at every save, and thousands of ranks have millions of
+chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.inert_pickle import InertObject, read_inert_pickle
 from titanlite.checkpoint.manifest import (
     DTYPE_OF_NAME,
     CheckpointManifest,
@@ -36,9 +35,7 @@ from titanlite.files import parse_json
 from titanlite.storage import StorageFolder
 
 CHUNKS_FILE = "chunks.json"
-DCP_METADATA_FILE = ".metadata"
 MAX_CHUNKS_BYTES = 1 << 30  # 1,000 ranks with 4,500 tensors: 0.2 GiB
-MAX_DCP_METADATA_BYTES = 1 << 28  # about 1.5 million chunks; read for format 2 only
 
 Offsets = tuple[int, ...]
 
@@ -94,20 +91,15 @@ def read_chunks(
     The chunks are checked: they lie inside their files and their tensor, no two have equal offsets,
     and together they have as many elements as the tensor. Whether they overlap is not checked.
     """
-    is_pickle = manifest.format == 2
-    file = DCP_METADATA_FILE if is_pickle else CHUNKS_FILE
-    content = _read_chunk_list(folder, manifest, file)
+    content = _read_chunk_list(folder, manifest)
     try:
-        if is_pickle:
-            rows = _rows_of_pickle(content, names)
-        else:
-            rows = _rows_of_json(content, manifest, names)
         return {
-            name: _check_chunks(name, manifest.tensors[name], tensor_rows, manifest)
-            for name, tensor_rows in rows
+            name: _check_chunks(name, manifest.tensors[name], rows, manifest)
+            for name, rows in _rows_of_tensors(content, manifest, names)
         }
     except ValueError as error:
-        raise damaged_checkpoint(folder, f"{file} is not valid: {error!s:.200}") from None
+        reason = f"{CHUNKS_FILE} is not valid: {error!s:.200}"
+        raise damaged_checkpoint(folder, reason) from None
 
 
 def to_dcp_metadata(manifest: CheckpointManifest, chunks: dict[str, Chunks]) -> Metadata:
@@ -126,27 +118,27 @@ def to_dcp_metadata(manifest: CheckpointManifest, chunks: dict[str, Chunks]) -> 
     return Metadata(tensors)
 
 
-def _read_chunk_list(folder: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
-    """Read chunks.json or .metadata, and compare the content with its hash in the manifest."""
-    record = manifest.files.get(name)
-    limit = MAX_DCP_METADATA_BYTES if name == DCP_METADATA_FILE else MAX_CHUNKS_BYTES
+def _read_chunk_list(folder: StorageFolder, manifest: CheckpointManifest) -> bytes:
+    """Read chunks.json, and compare the content with its hash in the manifest."""
+    record = manifest.files.get(CHUNKS_FILE)
     if record is None:
-        raise damaged_checkpoint(folder, f"{name} is not in the manifest")
-    if record.bytes > limit:
+        raise damaged_checkpoint(folder, f"{CHUNKS_FILE} is not in the manifest")
+    if record.bytes > MAX_CHUNKS_BYTES:
         raise damaged_checkpoint(
-            folder, f"{name} has {record.bytes:,} bytes (the limit is {limit:,})"
+            folder,
+            f"{CHUNKS_FILE} has {record.bytes:,} bytes (the limit is {MAX_CHUNKS_BYTES:,})",
         )
     try:
-        with folder.open_for_reading(name) as stream:
+        with folder.open_for_reading(CHUNKS_FILE) as stream:
             content = stream.read(record.bytes + 1)
     except OSError as error:
-        raise damaged_checkpoint(folder, f"{name} cannot be read ({error})") from None
+        raise damaged_checkpoint(folder, f"{CHUNKS_FILE} cannot be read ({error})") from None
     if xxhash.xxh3_128_hexdigest(content) != record.hash:
-        raise wrong_hash(folder, name)
+        raise wrong_hash(folder, CHUNKS_FILE)
     return content
 
 
-def _rows_of_json(
+def _rows_of_tensors(
     content: bytes, manifest: CheckpointManifest, names: Iterable[str]
 ) -> Iterator[tuple[str, Iterator[ChunkRow]]]:
     # Nested lists take thirty times their bytes in memory; flat ones do not.
@@ -170,58 +162,6 @@ def _split_flat_list(flat: list, dims: int, files: list) -> Iterator[ChunkRow]:
         if not 0 <= file < len(files):
             raise ValueError(f"file number {file} of {len(files)}")
         yield tuple(rest[:dims]), tuple(rest[dims:]), files[file], start, length
-
-
-def _rows_of_pickle(
-    content: bytes, names: Iterable[str]
-) -> Iterator[tuple[str, Iterator[ChunkRow]]]:
-    metadata = _fields_of(read_inert_pickle(content), "Metadata")
-    locations: dict[tuple, tuple[Any, Any, Any]] = {}
-    for index_object, info_object in _expect_type(metadata.get("storage_data"), dict).items():
-        index = _fields_of(index_object, "MetadataIndex")
-        info = _fields_of(info_object, "_StorageInfo")
-        if info.get("transform_descriptors"):
-            raise ValueError("transformed chunks are not supported")
-        key = (_expect_type(index.get("fqn"), str), _numbers_of_size(index.get("offset")))
-        locations[key] = (info.get("relative_path"), info.get("offset"), info.get("length"))
-    tensors = _expect_type(metadata.get("state_dict_metadata"), dict)
-    chunks_left = len(content)
-    for name in names:
-        tensor = _fields_of(tensors.get(name), "TensorStorageMetadata")
-        chunks = _expect_type(tensor.get("chunks"), list)
-        # A malicious pickle may use one list for many tensors, and so have more chunks than bytes.
-        chunks_left -= len(chunks)
-        if chunks_left < 0:
-            raise ValueError("more chunks than bytes")
-        yield name, _rows_of_tensor(name, chunks, locations)
-
-
-def _rows_of_tensor(
-    name: str, chunks: list, locations: dict[tuple, tuple[Any, Any, Any]]
-) -> Iterator[ChunkRow]:
-    for chunk in chunks:
-        fields = _fields_of(chunk, "ChunkStorageMetadata")
-        offsets, sizes = (_numbers_of_size(fields.get(key)) for key in ("offsets", "sizes"))
-        yield offsets, sizes, *locations.get((name, offsets), (None, None, None))
-
-
-def _fields_of(value: Any, class_name: str) -> dict:
-    """The attributes of an object of DCP's class `class_name`."""
-    if type(value) is not InertObject or value.class_name.rpartition(".")[2] != class_name:
-        actual = value.class_name if type(value) is InertObject else type(value).__name__
-        raise ValueError(f"a {actual:.80} instead of a {class_name}")
-    return _expect_type(value.state, dict)
-
-
-def _numbers_of_size(value: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size."""
-    is_size = type(value) is InertObject and value.class_name == "torch.Size"
-    if not is_size or len(value.arguments) != 1:
-        raise ValueError("a value is not a torch.Size")
-    numbers = _expect_type(value.arguments[0], tuple)
-    if len(numbers) > 64 or set(map(type, numbers)) - {int}:
-        raise ValueError("a torch.Size must be at most 64 integers")
-    return numbers
 
 
 def _expect_type(value: Any, kind: type) -> Any:

@@ -18,8 +18,7 @@ from titanlite.files import parse_json
 from titanlite.storage import UNFINISHED, StorageFolder
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 3  # incremented when another version of titanlite could misread a checkpoint
-READABLE_FORMATS = (2, 3)  # format 2 has no chunks.json: see chunks.py
+FORMAT = 4  # incremented when another version of titanlite could misread a checkpoint
 MAX_MANIFEST_BYTES = 1 << 26  # the manifest of 405B parameters has 1 MB
 MAX_DIMS = 64  # of a tensor, as in PyTorch; multiplying a million sizes takes an hour
 DTYPE_OF_NAME = {
@@ -55,7 +54,7 @@ class CheckpointManifest:
 
     step: int
     progress: dict[str, Any]  # training state to resume from: position, tokens, random generators
-    facts: dict[str, Any]  # job properties (job_properties.py); released formats have this key
+    facts: dict[str, Any]  # job properties: see job_properties.py
     job: dict[str, Any]  # effective configuration of the job that saved it
     layout: str
     versions: dict[str, str]
@@ -114,11 +113,11 @@ def read_checkpoint_manifest(
         raise damaged_checkpoint(folder, f"{MANIFEST_FILE} cannot be read ({error})") from None
     if isinstance(body, dict) and "shards" in body:  # the manifest of a corpus
         raise _no_checkpoint_error(folder)
-    if not isinstance(body, dict) or body.get("format") not in READABLE_FORMATS:
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
         saved_format = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(
             f"{folder}: {MANIFEST_FILE} has format {saved_format!s:.80}; this titanlite reads"
-            f" {' and '.join(map(str, READABLE_FORMATS))}.",
+            f" format {FORMAT}.",
             fix="Use the version of titanlite that wrote it.",
         )
     if body.pop("hash", None) != manifest_hash(body):
@@ -144,7 +143,7 @@ def _parse_manifest(folder: StorageFolder, body: dict[str, Any]) -> CheckpointMa
         wrong += [key for key in ("step", "format") if not isinstance(body[key], int)]
         wrong += [] if isinstance(body["layout"], str) else ["layout"]
         wrong += [] if isinstance(body["seconds"], (int, float)) else ["seconds"]
-        wrong += [] if isinstance(body.get("lease", 0), int) else ["lease"]
+        wrong += [] if isinstance(body["lease"], int) else ["lease"]
         if wrong or body["step"] < 0:
             raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}

@@ -8,8 +8,10 @@ compressed and has exactly the size of the chunk. Only the requested rows are re
 
 from __future__ import annotations
 
+import io
 import math
 import struct
+import zipfile
 import zlib
 from collections.abc import Sequence
 
@@ -21,15 +23,9 @@ from titanlite.storage import BinaryReader
 
 BUFFER_BYTES = 1 << 26  # most bytes of one read, and of a buffer of rows before they are converted
 
-# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")
-_ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # zip64's end of the central directory
-_ZIP64_LOCATOR_SIGNATURE, _END_SIGNATURE = b"PK\x06\x07", b"PK\x05\x06"
-_END_RECORDS_BYTES = _ZIP64_END.size + 20 + 22  # all three records at the end of an archive
-_TAIL_BYTES = 4096  # a central directory of seven entries has 500
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # section 4.3.7 of the format's APPNOTE.TXT
+_TAIL_BYTES = 4096  # of an archive, with its directory: one of seven entries has 500
 _CRC_OF_LITTLE = zlib.crc32(b"little")  # content of the archive's entry `byteorder`
-_IN_ZIP64_FIELD = 0xFFFFFFFF  # the number is too large for its field, and is in the zip64 field
 
 
 def read_part_of_chunk(
@@ -64,7 +60,7 @@ def find_elements(stream: BinaryReader, chunk: Chunk, element_bytes: int) -> int
     """The position in the file of a chunk's elements, which have `element_bytes` bytes in total."""
     tail_bytes = min(chunk.length, _TAIL_BYTES)
     tail = _read_exactly(stream, chunk.start + chunk.length - tail_bytes, tail_bytes)
-    header = _find_local_header(tail, chunk.length, element_bytes)
+    header = _find_local_header(_ArchiveTail(tail, chunk.length), element_bytes)
     local = _read_exactly(stream, chunk.start + header, _LOCAL_HEADER.size)
     signature, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(local)
     begin = header + _LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -73,53 +69,41 @@ def find_elements(stream: BinaryReader, chunk: Chunk, element_bytes: int) -> int
     return chunk.start + begin
 
 
-def _find_local_header(tail: bytes, archive_bytes: int, element_bytes: int) -> int:
+class _ArchiveTail(io.BytesIO):
+    """The last bytes of an archive at their positions in it; what is before them cannot be read."""
+
+    def __init__(self, tail: bytes, archive_bytes: int):
+        super().__init__(tail)
+        self.before = archive_bytes - len(tail)
+
+    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_SET:
+            position -= self.before  # negative: refused by BytesIO
+        return super().seek(position, whence) + self.before
+
+    def tell(self) -> int:
+        return super().tell() + self.before
+
+
+def _find_local_header(tail: _ArchiveTail, element_bytes: int) -> int:
     """The position in an archive of the local header of `data/0`, from the archive's `tail`."""
-    signatures = (tail[-42:-38], tail[-22:-18])
-    if len(tail) < _END_RECORDS_BYTES or signatures != (_ZIP64_LOCATOR_SIGNATURE, _END_SIGNATURE):
-        raise ValueError("it is not an archive of torch.save")
-    signature, *_, count, directory_bytes, directory = _ZIP64_END.unpack(
-        tail[-_END_RECORDS_BYTES:-42]
-    )
-    inside = (
-        directory_bytes <= len(tail) - _END_RECORDS_BYTES
-        and directory + directory_bytes == archive_bytes - _END_RECORDS_BYTES
-    )
-    if signature != b"PK\x06\x06" or not inside or count > 64:
-        raise ValueError("the directory of its archive is not at the end")
-    entries = tail[len(tail) - _END_RECORDS_BYTES - directory_bytes : -_END_RECORDS_BYTES]
-    data_entries, position = [], 0
-    for _ in range(count):
-        if len(entries) < position + _DIRECTORY_ENTRY.size:
-            raise ValueError("the directory of its archive is truncated")
-        fields = _DIRECTORY_ENTRY.unpack_from(entries, position)
-        signature, method, crc, packed, unpacked, header = (fields[i] for i in (0, 4, 7, 8, 9, 16))
-        name_end = position + _DIRECTORY_ENTRY.size + fields[10]
-        name = entries[position + _DIRECTORY_ENTRY.size : name_end]
-        extra = entries[name_end:][: fields[11]]
-        position = name_end + fields[11] + fields[12]
-        if name.endswith(b"/byteorder") and crc != _CRC_OF_LITTLE:
-            raise ValueError("its numbers are not little-endian")
-        if b"/data/" in name:
-            numbers = _with_zip64_values([unpacked, packed, header], extra)
-            data_entries.append((signature, name.rpartition(b"/data/")[2], method, *numbers))
-    expected = (b"PK\x01\x02", b"0", 0, element_bytes, element_bytes)
-    if [entry[:-1] for entry in data_entries] != [expected]:
+    try:
+        with zipfile.ZipFile(tail) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise ValueError(f"it is not an archive of torch.save: {error}") from None
+    if any(e.filename.endswith("/byteorder") and e.CRC != _CRC_OF_LITTLE for e in entries):
+        raise ValueError("its numbers are not little-endian")
+    data = [entry for entry in entries if "/data/" in entry.filename]
+    found = [
+        (e.filename.rpartition("/data/")[2], e.compress_type, e.compress_size, e.file_size)
+        for e in data
+    ]
+    if found != [("0", zipfile.ZIP_STORED, element_bytes, element_bytes)]:
         raise ValueError(
             f"its archive needs exactly one uncompressed data/ entry, of {element_bytes} bytes"
         )
-    return data_entries[0][-1]
-
-
-def _with_zip64_values(numbers: list[int], extra: bytes) -> list[int]:
-    """Replace values above 4 GiB by those in the zip64 extra field, which has the same order."""
-    while len(extra) >= 4 and extra[:2] != b"\x01\x00":
-        extra = extra[4 + int.from_bytes(extra[2:4], "little") :]
-    values = extra[4:]
-    for index, number in enumerate(numbers):
-        if number == _IN_ZIP64_FIELD:
-            numbers[index], values = int.from_bytes(values[:8], "little"), values[8:]
-    return numbers
+    return data[0].header_offset
 
 
 def _read_exactly(stream: BinaryReader, begin: int, size: int) -> bytes:
