@@ -27,9 +27,9 @@ def check_job_properties(
 ) -> None:
     """Raise CheckpointError with every property that differs; names in `allowed` may differ.
 
-    `model_only`: only the property `model` matters. Properties that an older checkpoint does not
-    store are not compared. `position`: of the checkpoint in the order of samples; what decides
-    only which samples come later is not compared.
+    `model_only`: only the property `model` matters. Properties that only one of both has are not
+    compared, such as data.content without data.verify. `position`: of the checkpoint in the order
+    of samples; what decides only which samples come later is not compared.
     """
     if not model_only and position is not None:
         saved, current = (_until(position, properties) for properties in (saved, current))
@@ -41,14 +41,6 @@ def check_job_properties(
     }
     if not differences:
         return
-    if "data.sources" in differences and _order_changed(
-        saved.get("data.sources"), current.get("data.sources")
-    ):
-        differences["data.sources"] += (
-            " (this version of titanlite orders the samples of such sources differently. If this is"
-            " allowed, the run resumes at its position in the new order: some samples are repeated,"
-            " others are skipped)"
-        )
     quoted = ", ".join(f'"{name}"' for name in differences)
     later = ""
     if position and not model_only and differences.keys() & {"data.sources", "data.phases"}:
@@ -90,16 +82,6 @@ def _until(position: int, properties: dict[str, Any]) -> dict[str, Any]:
         if isinstance(table := properties.get(key), dict):
             kept[key] = {name: value for name, value in table.items() if name not in unread}
     return kept
-
-
-def _order_changed(saved: Any, current: Any) -> bool:
-    """Whether a source has an order version now, and had none when the checkpoint was saved."""
-    if not isinstance(saved, dict) or not isinstance(current, dict):
-        return False
-    return any(
-        "order version" in str(current[name]) and "order version" not in str(saved[name])
-        for name in saved.keys() & current.keys()
-    )
 
 
 def _describe_difference(saved: Any, current: Any) -> str:

@@ -35,7 +35,7 @@ class ShardRecord:
     idx_bytes: int
     bin_hash: str  # xxh3_128
     idx_hash: str
-    bin_sample: str = ""  # hash_sampled_blocks() of the .bin; "" in manifests of older versions
+    bin_sample: str  # hash_sampled_blocks() of the .bin
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,7 @@ def write_corpus_manifest(
         bos=bos,
         packed_seq_len=packed_seq_len,
     )
-    table = asdict(manifest)
-    if not packed_seq_len:
-        del table["packed_seq_len"]  # older versions refuse keys that they do not know
-    text = json.dumps(table, indent=1) + "\n"
+    text = json.dumps(asdict(manifest), indent=1) + "\n"
     write_file_atomically(Path(folder) / MANIFEST, text.encode())
     return manifest
 

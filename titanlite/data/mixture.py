@@ -42,7 +42,6 @@ class MixtureQuotas:
         total = sum(exact)
         if total == 0:
             raise DataError("every source has weight 0.", fix="Give one of them a weight above 0.")
-        self.same_in_every_block = all(weight * BLOCK % total == 0 for weight in exact)
         by_weight = sorted(range(len(exact)), key=lambda i: (exact[i], i))
         remaining = total
         self._fractions: list[tuple[int, int, int]] = []

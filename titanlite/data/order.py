@@ -56,22 +56,6 @@ class SampleOrder:
         self._keys = [hash_key(f"{seed} source {name}") for name in names]
         self._permutations = lru_cache(2 * len(names))(self._sort_permutations)
 
-    def version(self, number: int) -> int:
-        """1 if the samples of a source have the same positions as in titanlite 0.1, else 2.
-
-        Version 1 rounded the quota of a block to whole samples; version 2 carries the fractional
-        rest over to the next block. Version 2 also shuffles sources of fewer than EXACT_BELOW
-        samples uniformly.
-        """
-        samples = self._sources[number].samples or 0
-        unchanged = self.has_whole_quotas and samples >= EXACT_BELOW
-        return 1 if unchanged or samples == 1 else 2
-
-    @property
-    def has_whole_quotas(self) -> bool:
-        """Whether each source has the same number of samples in every block at the start."""
-        return self.mixture.segments[0].quotas.same_in_every_block
-
     def sample_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(source, epoch, sample) of each position [N]: int64 [N] each."""
         positions = np.asarray(positions, dtype=np.int64)

@@ -248,7 +248,7 @@ def _verify(
         digest = xxhash.xxh3_128(str(record.bin_bytes).encode())
         for _ in sampled_blocks(record.bin_bytes):
             digest.update(next(contents))
-        if record.bin_sample and digest.hexdigest() != record.bin_sample:
+        if digest.hexdigest() != record.bin_sample:
             raise damaged_error(f"{folder}/{record.name}.bin")
         samples.append(digest.hexdigest())
     return samples

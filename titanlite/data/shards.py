@@ -373,7 +373,7 @@ def _check_content(
         verify_corpus(location, checks.verify_slice)
     for shard in manifest.shards if manifest else ():
         bin, _ = shard_paths(location / shard.name)
-        if shard.bin_sample and bin in samples and samples[bin] != shard.bin_sample:
+        if bin in samples and samples[bin] != shard.bin_sample:
             raise damaged_error(bin)
 
 

@@ -201,10 +201,8 @@ class SampleStream:
 
     def _describe(self, number: int, source: StoredSamples | TextSamples, weight: float) -> str:
         """A source as `properties` record it: what it contains and its order, not its path."""
-        text = _weight_text(weight, six_digits_suffice=self._order.has_whole_quotas)
-        version = self._order.version(number)
-        suffix = "" if version == 1 else f", order version {version}"  # 0.1 wrote no version
-        suffix += "" if source.config.shuffle else ", not shuffled"
+        text = f"{weight:g}" if float(f"{weight:g}") == weight else repr(weight)
+        suffix = "" if source.config.shuffle else ", not shuffled"
         return f"number {number}, weight {text}, content {source.fingerprint}{suffix}"
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
@@ -332,13 +330,3 @@ def check_bos(sources: Mapping[str, bool]) -> None:
             f"documents begin with BOS in {', '.join(with_bos)}, and not in {', '.join(without)}.",
             fix="Prepare all of them with or all without --bos (scripts/prepare_data.py).",
         )
-
-
-def _weight_text(weight: float, six_digits_suffice: bool) -> str:
-    """A weight as checkpoints record it.
-
-    Six digits are enough to distinguish quotas of whole samples per block; otherwise all digits
-    are needed.
-    """
-    short = f"{weight:g}"
-    return short if six_digits_suffice or float(short) == weight else repr(weight)

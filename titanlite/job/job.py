@@ -146,18 +146,11 @@ class Job:
         """Whether each step measures the loss of each source."""
         return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
 
-    def _mup_base(self) -> dict[str, Any] | None:
-        """The base model of muP, as checkpoints record it."""
-        base = dataclasses.asdict(self.config.mup)["base"]
-        if base and base["expert_hidden_dim"] is None:  # checkpoints older than the key lack it
-            del base["expert_hidden_dim"]
-        return base
-
     def properties(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
         return {
             "model": dataclasses.asdict(self.sizes),
-            "mup.base": self._mup_base(),
+            "mup.base": dataclasses.asdict(self.config.mup)["base"],
             "optimizer.name": self.config.optimizer.name,
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,

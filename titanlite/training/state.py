@@ -90,9 +90,7 @@ class Counters:
 def _read_gaps(progress: dict[str, Any], position: int) -> tuple[tuple[int, int], ...]:
     """The gaps before `position` in `progress`; raises ValueError or TypeError."""
     skipped = progress.get("skipped", 0)
-    # Checkpoints once had only the number of positions; where these were is then unknown.
-    unknown = [(0, skipped)] if skipped else []
-    gaps = tuple((first, end) for first, end in progress.get("gaps", unknown))
+    gaps = tuple((first, end) for first, end in progress.get("gaps", ()))
     bounds = [0, *chain.from_iterable(gaps), position]
     is_valid = all(type(bound) is int for bound in bounds) and bounds == sorted(bounds)
     if not is_valid or sum(end - first for first, end in gaps) != skipped:
