@@ -637,6 +637,7 @@ def test_mup_accepts_a_group_whose_own_settings_have_a_rule(run_toml):
 def test_the_base_model_of_mup_is_a_property_of_the_job(run_toml):
     job = read_valid(run_toml, *MUP_BASE, *KV_HEADS)
     base = {"dim": 32, "n_heads": 2, "hidden_dim": 64, "n_kv_heads": 1, "head_dim": None}
+    base["expert_hidden_dim"] = None
     assert job.properties(open_stream(job))["mup.base"] == base
     assert "tuned at dim 32; width x" in job.summary(torch.device("cpu"), None)
     assert read_valid(run_toml).properties(open_stream(job))["mup.base"] is None
