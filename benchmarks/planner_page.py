@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner_fit import cross_validate, measured_rows
 from titanlite.models import ModelShape
 from titanlite_planner.accuracy.published_rows import published_models
 from titanlite_planner.accuracy.row_errors import error_table, model_flops, summarise_errors
@@ -117,18 +115,6 @@ def errors_toml(predictions: Sequence[Prediction]) -> str:
     return "\n".join([head, *lines]) + "\n"
 
 
-def halves_table() -> str:
-    """Errors of each half of the sources, fitted to the other, as Markdown."""
-    lines = ["| rows | number | median error | within ±20 % |", "| --- | ---: | ---: | ---: |"]
-    for name, errors in sorted(cross_validate(measured_rows(RUNS)).items()):
-        absolute = [abs(error) for error in errors]
-        within = sum(error <= 0.2 for error in absolute) / len(absolute)
-        lines.append(
-            f"| {name} | {len(errors)} | {statistics.median(absolute):.1%} | {within:.0%} |"
-        )
-    return "\n".join(lines)
-
-
 PUBLISHED_RATE = {
     "GPT-3 175B, 1,024 A100, 300 B tokens": "140, of hardware FLOPs",
     "LLaMA-2 7B, A100, 2 T tokens": "",
@@ -152,7 +138,6 @@ def main() -> None:
     tables = {
         "errors": error_table(predict_rows(read_rows(RUNS))),
         "known": known_table(),
-        "halves": halves_table(),
     }
     if arguments.write:
         ERRORS.write_text(errors_toml(predict_rows(read_rows(RUNS))), encoding="utf-8")
