@@ -35,7 +35,7 @@ class KnownRun:
     workload: Workload
     machine: str
     tokens: float
-    published: tuple[str, str, str, str]  # bubble, FLOPs, days, GPU-hours
+    published: tuple[str, ...]  # bubble, FLOPs, TFLOP/s a GPU, days, GPU-hours, t CO₂
 
 
 def _shape(name: str) -> ModelShape:
@@ -68,11 +68,11 @@ def known_runs() -> list[KnownRun]:
     )  # fmt: skip
     return [
         KnownRun("GPT-3 175B, 1,024 A100, 300 B tokens", gpt3, "dgx-a100", 300e9,
-                 ("3.6 %", "3.14e23", "34", "836 k")),
+                 ("3.6 %", "3.14e23", "140, of hardware FLOPs", "34", "836 k", "")),
         KnownRun("LLaMA-2 7B, A100, 2 T tokens", llama2, "dgx-a100", 2e12,
-                 ("", "8.4e22", "", "184 k")),
+                 ("", "8.4e22", "", "", "184 k", "31.2")),
         KnownRun("Llama 3 405B, 16,384 H100, 15.6 T tokens", llama3,
-                 "dgx-h100", 15.6e12, ("", "3.8e25", "54 (a part)", "30.84 M")),
+                 "dgx-h100", 15.6e12, ("", "3.8e25", "400", "54 (a part)", "30.84 M", "8,930")),
     ]  # fmt: skip
 
 
@@ -96,8 +96,7 @@ def known_table() -> str:
             f"| {run.name} | estimated | {bubble:.1%} | {flops:.2e} | {rate:.0f} | {cost.days:.0f}"
             f" | {_short(cost.gpu_hours)} | {dollars} | {(cost.kwh or 0) / 1000:,.0f}"
             f" | {cost.co2_tonnes or 0:,.0f} |",
-            f"| | published | {run.published[0]} | {run.published[1]} | {PUBLISHED_RATE[run.name]}"
-            f" | {run.published[2]} | {run.published[3]} | | | {PUBLISHED_CO2[run.name]} |",
+            f"| | published | {' | '.join(run.published[:-1])} | | | {run.published[-1]} |",
         ]
     return "\n".join(lines)
 
@@ -113,18 +112,6 @@ def errors_toml(predictions: Sequence[Prediction]) -> str:
     ]
     head = "# Errors of step times by kind of run and GPU type: benchmarks.planner_page --write"
     return "\n".join([head, *lines]) + "\n"
-
-
-PUBLISHED_RATE = {
-    "GPT-3 175B, 1,024 A100, 300 B tokens": "140, of hardware FLOPs",
-    "LLaMA-2 7B, A100, 2 T tokens": "",
-    "Llama 3 405B, 16,384 H100, 15.6 T tokens": "400",
-}
-PUBLISHED_CO2 = {
-    "GPT-3 175B, 1,024 A100, 300 B tokens": "",
-    "LLaMA-2 7B, A100, 2 T tokens": "31.2",
-    "Llama 3 405B, 16,384 H100, 15.6 T tokens": "8,930",
-}
 
 
 def _short(value: float) -> str:
