@@ -1,11 +1,10 @@
 """Speed of a mixture of experts on a CPU, and a run whose experts become balanced.
 
 python -m benchmarks.experts speed [--rounds 9]                training steps, in turn
-python -m benchmarks.experts grouped [--rounds 9]              grouped matmul against a loop
 python -m benchmarks.experts balance [--out FILE.png]          300 steps under three policies
 
 `speed` compares the step of a model with experts with that of a dense model of the same active
-parameters, and with transformers' Qwen3-MoE, which is the same model: the logits are compared.
+parameters.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.expert_model import EXPERT_LLAMA, ExpertLlamaSizes
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.kernels.grouped import grouped_matmul, row_groups
 from titanlite.models import LLAMA3, ExpertSizes, Llama3Sizes, LoadBalancing, ModelSpec
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
@@ -53,18 +50,13 @@ CV_BOUND = 0.4  # coefficient of variation of the worst block, over the last 50 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("speed", "grouped", "balance"))
+    parser.add_argument("what", choices=("speed", "balance"))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="PNG or SVG file of the picture")
     arguments = parser.parse_args()
     if arguments.what == "speed":
         for dtype in (torch.float32, torch.bfloat16):
             print_ratios(f"step, {dtype}", measure_steps(dtype, arguments.rounds))
-    elif arguments.what == "grouped":
-        for dtype in (torch.float32, torch.bfloat16):
-            for rows, sizes in ((4096, EXPERTS), (1024, EXPERTS), (4096, ExpertSizes(8, 2, 768))):
-                name = f"{rows} rows, {sizes.count} x [{sizes.hidden_dim}, 512], {dtype}"
-                print_ratios(name, measure_grouped(rows, sizes, dtype, arguments.rounds))
     else:
         run_policies(arguments.out)
 
@@ -80,17 +72,7 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> dict[str, float]:
         "experts": build_model(EXPERT_LLAMA, SIZES),
         "dense, same active parameters": build_model(LLAMA3, DENSE),
     }
-    peers = {
-        f"transformers, {name}": build_peer(models["experts"], name)
-        for name in ("eager", "grouped_mm")
-    }
-    with torch.no_grad():
-        expected = models["experts"](tokens)
-        for peer in peers.values():
-            assert (peer(input_ids=tokens).logits - expected).abs().max() < 1e-4, "another model"
-    steps = {name: _step(model, tokens, dtype, _own_loss) for name, model in models.items()}
-    steps |= {name: _step(model, tokens, dtype, _peer_loss) for name, model in peers.items()}
-    return alternate(steps, rounds)
+    return alternate({name: _step(model, tokens, dtype) for name, model in models.items()}, rounds)
 
 
 def build_model(spec: ModelSpec[Any], sizes: Any) -> nn.Module:
@@ -100,92 +82,18 @@ def build_model(spec: ModelSpec[Any], sizes: Any) -> nn.Module:
     return model
 
 
-def build_peer(model: nn.Module, implementation: str) -> nn.Module:
-    """transformers' Qwen3-MoE with the weights of an `ExpertLlama`."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=SIZES.vocab_size,
-        hidden_size=SIZES.dim,
-        num_hidden_layers=SIZES.n_layers,
-        num_attention_heads=SIZES.n_heads,
-        num_key_value_heads=SIZES.n_kv_heads,
-        head_dim=SIZES.head_width,
-        moe_intermediate_size=EXPERTS.hidden_dim,
-        num_experts=EXPERTS.count,
-        num_experts_per_tok=EXPERTS.active,
-        norm_topk_prob=True,
-        rope_theta=SIZES.rope_theta,
-        experts_implementation=implementation,
-    )
-    peer = Qwen3MoeForCausalLM(config)
-    state = {}
-    for name, weight in model.state_dict().items():
-        block = name.removeprefix("layers.").partition(".")[0]
-        mlp = f"model.layers.{block}.mlp"
-        if name.endswith("gate.weight"):
-            state[f"{mlp}.gate.weight"] = weight
-        elif name.endswith("experts.w2"):
-            state[f"{mlp}.experts.down_proj"] = weight
-        elif name.endswith("experts.w1"):
-            up = model.get_parameter(name.replace("w1", "w3"))
-            state[f"{mlp}.experts.gate_up_proj"] = torch.cat([weight, up], 1)
-        elif "_norm" in name and ".attention." in name:
-            norm = name.rpartition(".attention.")[2]
-            state[f"model.layers.{block}.self_attn.{norm}"] = weight
-        elif not name.endswith("experts.w3"):
-            state[LLAMA3.hugging_face.name_of(name)] = weight
-    peer.load_state_dict(state)
-    return peer
-
-
-def _own_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    return model(inputs, labels=labels) / labels.numel()
-
-
-def _peer_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-def _step(
-    model: nn.Module,
-    tokens: Tensor,
-    dtype: torch.dtype,
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
-) -> Callable[[], None]:
+def _step(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> Callable[[], None]:
     """Forward, backward and update."""
     model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
-        loss_of(model, inputs, labels).backward()
+        (model(inputs, labels=labels) / labels.numel()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
-
-
-def measure_grouped(
-    rows: int, sizes: ExpertSizes, dtype: torch.dtype, rounds: int
-) -> dict[str, float]:
-    """Seconds of forward and backward of one grouped matmul: our loop, and torch's kernel."""
-    torch.manual_seed(0)
-    x = torch.randn(rows, 512, dtype=dtype, requires_grad=True)
-    weight = torch.randn(sizes.count, sizes.hidden_dim, 512, dtype=dtype, requires_grad=True)
-    counts = torch.bincount(torch.randint(0, sizes.count, (rows,)), minlength=sizes.count)
-    grad = torch.randn(rows, sizes.hidden_dim, dtype=dtype)
-    groups = row_groups(counts, x, weight)
-
-    def loop() -> None:
-        torch.autograd.grad(grouped_matmul(x, weight, groups), (x, weight), grad)
-
-    def kernel() -> None:
-        out = F.grouped_mm(x, weight.mT, offs=groups.ends)
-        torch.autograd.grad(out, (x, weight), grad)
-
-    return alternate({"loop": loop, "F.grouped_mm": kernel}, rounds)
 
 
 def alternate(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.planner_fit import cross_validate, measured_rows
 from titanlite.models import ModelShape
 from titanlite_planner.accuracy.published_rows import published_models
 from titanlite_planner.accuracy.row_errors import error_table, model_flops, summarise_errors
@@ -37,7 +35,7 @@ class KnownRun:
     workload: Workload
     machine: str
     tokens: float
-    published: tuple[str, str, str, str]  # bubble, FLOPs, days, GPU-hours
+    published: tuple[str, ...]  # bubble, FLOPs, TFLOP/s a GPU, days, GPU-hours, t CO₂
 
 
 def _shape(name: str) -> ModelShape:
@@ -70,11 +68,11 @@ def known_runs() -> list[KnownRun]:
     )  # fmt: skip
     return [
         KnownRun("GPT-3 175B, 1,024 A100, 300 B tokens", gpt3, "dgx-a100", 300e9,
-                 ("3.6 %", "3.14e23", "34", "836 k")),
+                 ("3.6 %", "3.14e23", "140, of hardware FLOPs", "34", "836 k", "")),
         KnownRun("LLaMA-2 7B, A100, 2 T tokens", llama2, "dgx-a100", 2e12,
-                 ("", "8.4e22", "", "184 k")),
+                 ("", "8.4e22", "", "", "184 k", "31.2")),
         KnownRun("Llama 3 405B, 16,384 H100, 15.6 T tokens", llama3,
-                 "dgx-h100", 15.6e12, ("", "3.8e25", "54 (a part)", "30.84 M")),
+                 "dgx-h100", 15.6e12, ("", "3.8e25", "400", "54 (a part)", "30.84 M", "8,930")),
     ]  # fmt: skip
 
 
@@ -98,8 +96,7 @@ def known_table() -> str:
             f"| {run.name} | estimated | {bubble:.1%} | {flops:.2e} | {rate:.0f} | {cost.days:.0f}"
             f" | {_short(cost.gpu_hours)} | {dollars} | {(cost.kwh or 0) / 1000:,.0f}"
             f" | {cost.co2_tonnes or 0:,.0f} |",
-            f"| | published | {run.published[0]} | {run.published[1]} | {PUBLISHED_RATE[run.name]}"
-            f" | {run.published[2]} | {run.published[3]} | | | {PUBLISHED_CO2[run.name]} |",
+            f"| | published | {' | '.join(run.published[:-1])} | | | {run.published[-1]} |",
         ]
     return "\n".join(lines)
 
@@ -117,30 +114,6 @@ def errors_toml(predictions: Sequence[Prediction]) -> str:
     return "\n".join([head, *lines]) + "\n"
 
 
-def halves_table() -> str:
-    """Errors of each half of the sources, fitted to the other, as Markdown."""
-    lines = ["| rows | number | median error | within ±20 % |", "| --- | ---: | ---: | ---: |"]
-    for name, errors in sorted(cross_validate(measured_rows(RUNS)).items()):
-        absolute = [abs(error) for error in errors]
-        within = sum(error <= 0.2 for error in absolute) / len(absolute)
-        lines.append(
-            f"| {name} | {len(errors)} | {statistics.median(absolute):.1%} | {within:.0%} |"
-        )
-    return "\n".join(lines)
-
-
-PUBLISHED_RATE = {
-    "GPT-3 175B, 1,024 A100, 300 B tokens": "140, of hardware FLOPs",
-    "LLaMA-2 7B, A100, 2 T tokens": "",
-    "Llama 3 405B, 16,384 H100, 15.6 T tokens": "400",
-}
-PUBLISHED_CO2 = {
-    "GPT-3 175B, 1,024 A100, 300 B tokens": "",
-    "LLaMA-2 7B, A100, 2 T tokens": "31.2",
-    "Llama 3 405B, 16,384 H100, 15.6 T tokens": "8,930",
-}
-
-
 def _short(value: float) -> str:
     return f"{value / 1e6:.2f} M" if value >= 1e6 else f"{value / 1e3:.0f} k"
 
@@ -152,7 +125,6 @@ def main() -> None:
     tables = {
         "errors": error_table(predict_rows(read_rows(RUNS))),
         "known": known_table(),
-        "halves": halves_table(),
     }
     if arguments.write:
         ERRORS.write_text(errors_toml(predict_rows(read_rows(RUNS))), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 Every figure is the median over rounds. Compared programs run in alternation, because the speed of
 machines drifts. The cases are in benchmarks/cases. `--case all-gpu` measures one GPU in less than
-eight minutes, without rounds; `python -m benchmarks.roofline` prints the roofline of those cases.
+eight minutes, without rounds.
 """
 
 from __future__ import annotations

@@ -17,22 +17,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.corpus import write_corpus
-from benchmarks.processes import as_arguments, failure_reason, python_path, step_lines
-from benchmarks.roofline import (
+from benchmarks.gpu_plans import (
     FAMILY,
     LOSS_CHUNK_TOKENS,
     SHAPES,
-    STATES,
+    USABLE_SHARE,
     Plan,
+    estimate_peak,
     plans,
     share_of_peak,
-    step_flops,
 )
+from benchmarks.processes import as_arguments, failure_reason, python_path, step_lines
 from benchmarks.table_rows import NotMeasured, grid, number
 from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
 
@@ -137,7 +138,8 @@ def _measure(runner: _Runner, blank: GpuRow, measured_peak: float, end: float) -
     sizes, length = FAMILY.flavors[blank.flavor], blank.seq_len
     properties = torch.cuda.get_device_properties(0)
     published = peak_flops(properties.name, torch.bfloat16)
-    for plan in plans(sizes, length, properties.total_memory, STATES):
+    usable = USABLE_SHARE * properties.total_memory
+    for plan in plans(length, usable, partial(estimate_peak, blank.flavor, length)):
         if time.monotonic() + RUN_SECONDS > end:
             return replace(blank, missed=f"beyond the budget of {BUDGET_SECONDS} s")
         description = f"{plan.state.name}; {plan.recompute.name}"
@@ -242,8 +244,8 @@ class _Runner:
     def run(self, blank: GpuRow, plan: Plan, peak: float) -> tuple[float, list[dict]]:
         """Run one plan; returns its start, in seconds since 1970, and its step lines."""
         out, sizes = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
-        tokens = plan.micro_batch * blank.seq_len
-        flops = step_flops(sizes, blank.seq_len, tokens, plan.recompute.share, False)
+        flops = plan.micro_batch * blank.seq_len * FAMILY.flops_per_token(sizes, blank.seq_len)
+        flops *= 1 + plan.recompute.recomputed / 3
         log_freq = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
         settings = settings_of_run(blank, plan, out, self.corpus, log_freq)
         process, errors = self.waiting, self.errors

@@ -13,8 +13,8 @@ from statistics import median
 import torch
 
 from benchmarks.cases.case_context import CaseContext
+from benchmarks.gpu_plans import FAMILY, share_of_peak
 from benchmarks.processes import Task, TrainResult, alternate, run, train
-from benchmarks.roofline import FAMILY, share_of_peak
 from benchmarks.table_rows import NotMeasured, Row, row
 
 TASK = Task()

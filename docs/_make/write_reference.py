@@ -2,14 +2,12 @@
 
 - docs/reference/configuration.md, from the schema of the configuration
 - docs/reference/recipe.md, from the schema of a recipe of a corpus
-- in docs/explanation/architecture.md the list of files, from the first paragraphs of docstrings
 - the line counts of packages in README.md
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 from pathlib import Path
 
@@ -21,9 +19,8 @@ from titanlite_corpus.recipe import Recipe
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
 RECIPE = ROOT / "docs" / "reference" / "recipe.md"
-ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 README = ROOT / "README.md"
-FILES, PACKAGES = "<!-- files -->", "<!-- packages -->"  # each is before and after its text
+PACKAGES = "<!-- packages -->"  # before and after the table of packages
 
 
 def main() -> None:
@@ -33,43 +30,11 @@ def main() -> None:
     pages = {
         CONFIGURATION: reference_page(JobConfig),
         RECIPE: reference_page(Recipe, "Recipe", {"sources": CorpusSource}),
-        ARCHITECTURE: replace_between(FILES, ARCHITECTURE.read_text("utf-8"), list_files(ROOT)),
         README: update_line_counts(ROOT, README.read_text("utf-8")),
     }
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(f"wrote {page.relative_to(ROOT)}")
-
-
-def replace_between(marker: str, text: str, new: str) -> str:
-    """`text` with `new` between its two markers."""
-    before, _, after = text.split(marker)
-    return f"{before}{marker}\n\n{new}\n{marker}{after}"
-
-
-def list_files(root: Path) -> str:
-    """A Markdown table for each folder: its files, and the first paragraph of their docstrings."""
-    packages = (root / "titanlite", root / "extras", root / "benchmarks")
-    files = (path for package in packages for path in package.rglob("*.py"))
-    folders = {path.parent for path in files if "tests" not in path.parts}
-    tables = []
-    for folder in sorted(folders):
-        rows = [
-            f"| `{path.name}` | {_summary(path)} |"
-            for path in sorted(folder.glob("*.py"))
-            if path.name != "__init__.py"
-        ]
-        init = folder / "__init__.py"
-        about = _summary(init) if init.exists() else ""
-        title = f"### `{folder.relative_to(root)}/`\n\n{about}".rstrip()
-        tables.append("\n".join([title, "", "| file | |", "| --- | --- |", *rows, ""]))
-    return "\n".join(tables)
-
-
-def _summary(path: Path) -> str:
-    """The first paragraph of a module's docstring, on one line."""
-    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    return " ".join(docstring.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def update_line_counts(root: Path, text: str) -> str:

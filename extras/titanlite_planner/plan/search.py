@@ -3,7 +3,7 @@
 Candidates are grouped: degrees and micro-batch (a frame), then the schedule, then the options that
 lower the memory and cost time. A group is skipped if its optimistic time, without these options, is
 no better than what was found. The order of the groups does not change the result:
-`benchmarks/planner_search.py` compares it with all candidates.
+A test compares it with all candidates.
 """
 
 from __future__ import annotations

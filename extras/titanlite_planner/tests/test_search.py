@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.planner_search import all_candidates, fastest_of_all
 from conftest import ROOT
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
@@ -18,9 +17,9 @@ from titanlite_planner.job_workload import workload_of
 from titanlite_planner.memory.activations import BlockActivations
 from titanlite_planner.memory.offloaded import offloaded_bytes
 from titanlite_planner.plan.changes import changed_answers, explain_loss
-from titanlite_planner.plan.layout_space import Frame, LayoutChoice, StepOptions
+from titanlite_planner.plan.layout_space import Frame, LayoutChoice, LayoutSpace, StepOptions
 from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
-from titanlite_planner.plan.search import LayoutSearch
+from titanlite_planner.plan.search import LayoutSearch, PlannedStep
 
 SMALL = ["--model.n_layers", "4", "--model.dim", "2048", "--model.hidden_dim", "8192"]
 SMALL += ["--model.n_heads", "16", "--model.n_kv_heads", "2", "--model.vocab_size", "32000"]
@@ -38,6 +37,25 @@ def search_of(request: PlanRequest, usable_bytes: float | None = None, **options
     if usable_bytes is not None:
         target = dataclasses.replace(target, usable_bytes=usable_bytes)
     return LayoutSearch(request.space, target, **options)
+
+
+def all_candidates(space: LayoutSpace) -> Iterator[LayoutChoice]:
+    """Every legal candidate."""
+    for frame in space.frames():
+        for schedule, stages in space.schedules(frame):
+            for options in space.options(frame, schedule):
+                yield LayoutChoice(frame, schedule, stages, options)
+
+
+def fastest_of_all(search: LayoutSearch) -> PlannedStep:
+    """The fastest candidate that fits and that train.py accepts, without skipping any."""
+    fitting = []
+    for number, choice in enumerate(all_candidates(search.space)):
+        fits_the_gpu = search.needed_bytes(choice) <= search.target.usable_bytes
+        if fits_the_gpu and search.fits_the_host(choice):
+            fitting.append((search.estimate_time(choice).total, number, choice))
+    steps = (search.checked(choice) for _, _, choice in sorted(fitting))
+    return next(step for step in steps if step is not None)
 
 
 @pytest.mark.parametrize("quantile", [0.02, 0.2, 1.0])

@@ -17,8 +17,8 @@ from titanlite.training.guard.history import History, ViolationReason
 DIFFERENCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 MIN_DEVIATIONS = (0.02, 0.5)
 # of the logarithm of loss and gradient norm. A loss that hardly changes has a deviation of almost
-# 0. Gradient norms have heavy tails: in 20 healthy runs (benchmarks/guard.py) up to 13 times the
-# median. With the default threshold a spike of the norm is above 20 times; less is clipped.
+# 0. Gradient norms have heavy tails: in 20 healthy runs up to 13 times the median. With
+# the default threshold a spike of the norm is above 20 times; less is clipped.
 
 
 NO_HISTORY: dict[str, Any] = {"history": {}, "window": [[], []]}  # state of a judge at the start
