@@ -15,10 +15,10 @@ from titanlite.distributed.process_group import enable_expandable_segments
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
-from titanlite.job import Job, JobConfig, open_run, open_services, read_job
+from titanlite.job import Job, JobConfig, log_start, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
 from titanlite.runtime import exit_with_launcher
-from titanlite.training import train
+from titanlite.training.loop import train
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     try:
         job = read_job(argv, world_size)
         configure_log(rank, colour=False if job.config.metrics.disable_color_printing else None)
-        job.log_start(rank)
+        log_start(job, rank)
         if job.config.job.check:
             return EXIT_DONE
         return run_job(job, began, report)

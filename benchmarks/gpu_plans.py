@@ -82,7 +82,7 @@ def estimate_peak(flavor: str, seq_len: int, plan: Plan) -> float:
         "loss.chunk_tokens": LOSS_CHUNK_TOKENS,
         **plan.settings,
     }
-    job = read_job(as_arguments(settings), 1, check_environment=False)
+    job = read_job(as_arguments(settings), 1, here=False)
     return estimate_job_memory(job).total
 
 

@@ -796,7 +796,7 @@ def test_tied_embeddings_can_be_in_two_stages(flavor, degree):
     """Balanced by cost, the output layer of 1B would be alone on the last of 8 ranks."""
     argv = [f"--model.flavor={flavor}", f"--parallelism.pipeline_parallel_degree={degree}"]
     argv += [f"--training.local_batch_size={degree}", "--training.seq_len=8192"]
-    job = read_job(argv, degree, check_environment=False)
+    job = read_job(argv, degree, here=False)
     stages = job.pipeline.stages
     assert stages[-1][-2:] == ["norm", "output"] and len(stages) == degree
     assert [name for names in stages for name in names] == list(

@@ -28,7 +28,7 @@ def trace_run(trace: Trace, job_file: Path, settings: list[str], ranks: int) -> 
 
     That is the steady state if it does not log: the first step compiles, allocates and logs.
     """
-    job = read_job(["--job.config_file", str(job_file), *settings], ranks, check_environment=False)
+    job = read_job(["--job.config_file", str(job_file), *settings], ranks, here=False)
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(job.config.debug.deterministic)
     graphs: dict[int, int] = {}  # step -> graphs compiled until its end

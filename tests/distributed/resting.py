@@ -14,7 +14,7 @@ from titanlite_planner.memory.job import estimate_job_memory
 
 def estimate_rest(layout: Layout, recipe: Recipe) -> list[tuple[float, float, float]]:
     """(parameters, gradients, optimizer state) of each pipeline rank after backward."""
-    base, section = read_job([], 1, check_environment=False), layout.section(recipe)
+    base, section = read_job([], 1, here=False), layout.section(recipe)
     batch, length = layout.local_batch(recipe), recipe.seq_len
     splits = layout.transforms(recipe, torch.float32).splits_backward
     plan, problems = plan_pipeline(section, recipe.spec, recipe.sizes, length, batch, splits)

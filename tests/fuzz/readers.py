@@ -156,7 +156,7 @@ READERS = {
     "ranks": Reader("tokenizer.model", read_tokenizer),
     "TOML": Reader(
         "run.toml",
-        lambda path: read_job(["--job.config_file", str(path)], 1, check_environment=False),
+        lambda path: read_job(["--job.config_file", str(path)], 1, here=False),
     ),
     "recipe": Reader("recipe.toml", load_recipe),
     "schedule": Reader("schedule.csv", read_schedule_csv),

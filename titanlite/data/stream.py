@@ -207,10 +207,6 @@ class SampleStream:
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `sequences` positions: int64 [B, T] each; raises DataError."""
-        return self.read_with_sources(position, sequences)[:2]
-
-    def read_with_sources(self, position: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`read`, and the number of the source of each sequence: int64 [B]."""
         positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
         inputs, labels = (np.empty((sequences, self.seq_len), dtype=np.int64) for _ in range(2))
@@ -221,7 +217,12 @@ class SampleStream:
                 break
             if chosen.any():
                 inputs[chosen], labels[chosen] = source.read_samples(samples[chosen], self.seq_len)
-        return torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(source_at)
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+    def sources_at(self, position: int, sequences: int) -> Tensor:
+        """The number of the source of each of `sequences` positions: int64 [B]."""
+        source_at, _, _ = self._order.sample_at(np.arange(position, position + sequences))
+        return torch.from_numpy(source_at)
 
     def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
         """Where the samples of `sequences` positions are from, as JSON values.
@@ -252,20 +253,19 @@ class SampleStream:
         slices: Iterable[tuple[int, int]],
         ahead: int = 2,
         timeout_seconds: float | None = None,
-        prepare: Callable[[Tensor, Tensor, Tensor], Any] | None = None,
+        prepare: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Iterator[Any]:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `prepare` also runs in the background, with the tensors of `read_with_sources`; what it
-        returns replaces them.
+        `prepare` also runs in the background, with the tensors of `read`; what it returns replaces
+        them.
         An error there is raised at the batch it belongs to; DataError if a batch takes
         more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
 
         def read(position: int, sequences: int) -> Any:
-            if prepare is None:
-                return self.read(position, sequences)
-            return prepare(*self.read_with_sources(position, sequences))
+            tensors = self.read(position, sequences)
+            return tensors if prepare is None else prepare(*tensors)
 
         slices = iter(slices)
         reader = BackgroundReader(read, "prefetch", timeout_seconds)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from titanlite.job.build import RunServices, open_run, open_services
-from titanlite.job.checks import check_config
-from titanlite.job.config import JOB_PROPERTIES, MOVED, JobConfig
-from titanlite.job.job import Job, read_job, resolve_compute_dtype
+from titanlite.job.build import open_run, open_services
+from titanlite.job.config import MOVED, JobConfig
+from titanlite.job.job import Job
+from titanlite.job.read import read_job
+from titanlite.job.start import log_start
 
-__all__ = [
-    "JOB_PROPERTIES",
-    "MOVED",
-    "Job",
-    "JobConfig",
-    "RunServices",
-    "check_config",
-    "open_run",
-    "open_services",
-    "read_job",
-    "resolve_compute_dtype",
-]
+__all__ = ["MOVED", "Job", "JobConfig", "log_start", "open_run", "open_services", "read_job"]

@@ -10,6 +10,7 @@ import torch
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
+from titanlite.guard.config import check_guard_config
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
@@ -45,12 +46,10 @@ from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import (
+from titanlite.training.batch_schedule import (
     BatchSchedule,
     build_batch_schedule,
     check_batch_size,
-    check_evaluation_config,
-    check_guard_config,
 )
 
 
@@ -119,7 +118,6 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
             fix="Set checkpoint.enable = true, or remove job.time_limit_minutes.",
             keys=("job.time_limit_minutes",),
         )
-    yield from check_evaluation_config(config.evaluation, config.checkpoint, config.data.tokenizer)
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)

@@ -15,7 +15,10 @@ from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.errors import CheckpointError, ConfigError
+from titanlite.guard.config import GuardConfig
 from titanlite.kernels.backend import AttentionConfig
+from titanlite.meters.replica_check import ReplicaCheckConfig
+from titanlite.meters.straggler import StragglerConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import FAMILIES, LossConfig, ModelConfig
 from titanlite.models.load_balancing import ExpertsConfig
@@ -27,14 +30,8 @@ from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_f
 from titanlite.settings import NotNegative, Positive, Range, format_value
 from titanlite.settings.output import CommandLineText
 from titanlite.storage import StorageFolder
-from titanlite.training import (
-    EvaluationConfig,
-    GuardConfig,
-    ReplicaCheckConfig,
-    StragglerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from titanlite.training.config import TrainingConfig
+from titanlite.training.validation import ValidationConfig
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,6 @@ class JobConfig:
     mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
@@ -144,7 +140,13 @@ _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], val
 _PREFETCHED = "is not needed: data is always prefetched, and checkpoints store its position."
 _CUSTOM = "is not supported: a job runs only the code of this repository."
 
+_WATCHED = (
+    "is gone: evaluate the checkpoints of a run while it trains with python -m titanlite_lab"
+    " evaluate --watch RUN."
+)
+
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
+    "evaluation": _WATCHED,
     "job.dry_run": (
         "is now a command: python -m titanlite_planner dry-run --job.config_file RUN.toml"
         " [--job.check_ranks N]."

@@ -1,19 +1,45 @@
-"""Open the inputs of a job: the tokenizer, the training data and the validation sets."""
+"""The inputs of a job: the tokenizer, the training data, its batches and the validation sets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
 from titanlite.data import (
+    TEXT,
+    BatchDump,
     SampleStream,
     Tokenizer,
     ValidationSet,
+    describe_mixture,
+    merge_positions,
     open_sample_stream,
     open_tokenizer,
     open_validation,
+    rank_slices,
+    repeated_sources,
 )
-from titanlite.errors import UserError
+from titanlite.distributed.collectives import (
+    capture_user_error,
+    gather_from_all_ranks,
+    raise_on_all_ranks,
+)
+from titanlite.distributed.mesh import Mesh
+from titanlite.distributed.process_group import RankContext
+from titanlite.errors import ConfigError, UserError
 from titanlite.job.config import JobConfig
+from titanlite.job.job import Job
+from titanlite.log import logger
 from titanlite.settings import raise_together
+from titanlite.training.batch import Batch
+from titanlite.training.batch_schedule import BatchSchedule
+from titanlite.training.engine import Engine
+from titanlite.training.state import Counters, TrainState
 
+_SHOWN_CHANGES = 8
 VerifySlice = tuple[int, int]  # (rank, ranks): the ranks divide a full verification among them
 
 
@@ -66,3 +92,96 @@ def open_job_validation(
             problems.append(error)
     raise_together(problems)
     return opened
+
+
+def check_stream_length(stream: SampleStream, batches: BatchSchedule, steps: int) -> None:
+    """Raise ConfigError if `steps` steps need more samples than the sources may give."""
+    needed = batches.tokens_after(steps) // stream.seq_len
+    if stream.length is None or needed <= stream.length:
+        return
+    raise ConfigError(
+        f"training.steps = {steps}: the run needs {needed:,} samples, but all sources of a phase"
+        f" have reached max_epochs after {stream.length:,}.",
+        fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
+        keys=("training.steps", "data.sources"),
+    )
+
+
+def log_mixture(
+    stream: SampleStream, batches: BatchSchedule, steps: int, counters: Counters
+) -> None:
+    """Log the tokens and epochs of each source in the whole run, and warn of many epochs.
+
+    `counters`: where the run starts or resumes.
+    """
+    after = batches.tokens_after(max(0, steps - counters.step), counters.tokens)
+    end = counters.position + (after - counters.tokens) // stream.seq_len
+    shares = stream.shares([(0, end if stream.length is None else min(end, stream.length))])
+    lines = describe_mixture(shares, stream.bytes_per_token())
+    changes = stream.describe_changes(end)
+    if len(changes) > _SHOWN_CHANGES:
+        changes[_SHOWN_CHANGES:] = [f"… and {len(changes) - _SHOWN_CHANGES} more changes"]
+    logger.info("%s", "\n  ".join(["training data of the whole run", *lines, *changes]))
+    for warning in repeated_sources(shares):
+        logger.warning("%s", warning)
+
+
+def gather_data_progress(stream: SampleStream, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint records of the data beside the position: how far text was tokenized.
+
+    Collective if a source is tokenized while it is read; else it is empty.
+    """
+    if not stream.tokenizes:
+        return {}
+    return {"lanes": merge_positions(gather_from_all_ranks(stream.lane_positions(state.position)))}
+
+
+def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[ValidationSet]]:
+    """The training data and the validation sets; a DataError of one rank is raised on all ranks."""
+
+    def open_all() -> tuple[SampleStream, list[ValidationSet]]:
+        tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
+        verify_slice = (rank.rank, rank.world_size)
+        stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
+        assert stream is not None, "the config check rejects empty data.sources"
+        check_stream_length(stream, job.batches, job.config.training.steps)
+        return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
+
+    opened, problem = capture_user_error(open_all)
+    raise_on_all_ranks(problem)
+    assert opened is not None
+    for source in job.config.data.sources if rank.rank == 0 else ():
+        if source.format == TEXT:
+            logger.info(
+                'source "%s" is tokenized while it is read; to do it once, before runs: python'
+                " scripts/prepare_data.py '%s' --tokenizer %s --out outputs/%s",
+                source.name,
+                source.path,
+                job.config.data.tokenizer,
+                source.name,
+            )
+    return opened
+
+
+def build_batches(
+    job: Job, stream: SampleStream, state: TrainState, mesh: Mesh, engine: Engine
+) -> Iterator[Batch]:
+    """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
+    the model is on a GPU."""
+    pin = mesh.batch.device_type == "cuda"
+
+    def prepare(inputs: Tensor, labels: Tensor) -> Batch:
+        batch = engine.prepare(inputs, labels)
+        return batch.pin_memory() if pin else batch
+
+    batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
+    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size(), windows)
+    timeout = job.config.data.read_timeout_seconds
+    return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
+
+
+def build_batch_dump(job: Job, stream: SampleStream) -> Callable[[int, int, int], str]:
+    """A function that writes the global batch of a step to a file, on rank 0."""
+    if dist.get_rank():
+        return lambda step, position, samples: ""
+    return BatchDump(job.folder / "guard", stream).write

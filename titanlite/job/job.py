@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,21 @@ import torch
 
 from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
-from titanlite.distributed.mesh import Degrees, resolve_degrees
-from titanlite.job import checks, environment
-from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
-from titanlite.job.config import MOVED, JobConfig, complete_table
-from titanlite.job.data import open_job_stream, open_job_tokenizer
-from titanlite.job.mixture import check_stream_length, log_mixture
+from titanlite.distributed.mesh import Degrees
+from titanlite.job.checks import plan_rate_schedule
+from titanlite.job.config import JobConfig
 from titanlite.kernels.backend import AttentionShape
-from titanlite.log import logger, pluralize
+from titanlite.log import pluralize
 from titanlite.metrics import cpu_has_bf16_units
-from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models import ModelSizes, ModelSpec
 from titanlite.models.load_balancing import resolve_load_balancing
 from titanlite.models.mup import WidthScale, width_scales
 from titanlite.optim import LossScale, RateSchedule
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
-from titanlite.settings import load_config, raise_together, to_toml
+from titanlite.settings import to_toml
 from titanlite.storage import StorageFolder
-from titanlite.training import BatchSchedule, Counters, build_batch_schedule
+from titanlite.training.batch_schedule import BatchSchedule, build_batch_schedule
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -141,11 +137,6 @@ class Job:
             f' {mode} = "none" and without compiled blocks'
         )
 
-    @property
-    def measures_sources(self) -> bool:
-        """Whether each step measures the loss of each source."""
-        return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
-
     def properties(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
         return {
@@ -253,27 +244,6 @@ class Job:
             return ""
         return f"tuned at dim {base.dim}; width x{self.sizes.dim / base.dim:g}"
 
-    def log_start(self, rank: int) -> None:
-        """On rank 0, print the configuration if job.print_config, and log warnings; log a check."""
-        if rank == 0:
-            if self.config.job.print_config:
-                print(self.as_toml())
-            for warning in self.warnings:
-                logger.warning("%s", warning)
-        if self.config.job.check:
-            if rank == 0:
-                self._log_mixture()
-            logger.info("every check passed for %s", self.degrees)
-
-    def _log_mixture(self) -> None:
-        """Log what the run would read; raises ConfigError if the sources do not suffice."""
-        tokenizer = open_job_tokenizer(self.config)
-        stream = open_job_stream(self.config, self.sizes.vocab_size, tokenizer)
-        assert stream is not None, "checked: data.sources is not empty"
-        steps = self.config.training.steps
-        check_stream_length(stream, self.batches, steps)
-        log_mixture(stream, self.batches, steps, Counters())
-
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
         section = dataclasses.replace(
@@ -284,38 +254,3 @@ class Job:
             check_ranks=None,
         )
         return to_toml(dataclasses.replace(self.config, job=section))
-
-
-def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
-    """Replace "auto" in training.mixed_precision_param by the dtype for the device of the job.
-
-    `elsewhere`: the job is for another machine, which has GPUs.
-    """
-    if config.training.mixed_precision_param != "auto":
-        return config
-    on_cpu = not elsewhere and environment.device_type(config) == "cpu"
-    dtype: Any = "float32" if on_cpu and not cpu_has_bf16_units() else "bfloat16"
-    training = dataclasses.replace(config.training, mixed_precision_param=dtype)
-    return dataclasses.replace(config, training=training)
-
-
-def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = True) -> Job:
-    """Read the job of a command line and check it for `world_size` ranks; raises all problems.
-
-    Without `check_environment`, the data and the device need not exist; such a job cannot be run.
-    """
-    config, refused = load_config(JobConfig, argv, MOVED, complete_table)
-    elsewhere = bool(config.job.check_ranks) or not check_environment
-    config = resolve_compute_dtype(config, elsewhere)
-    refused_keys = {key for problem in refused for key in problem.keys}
-    world_size = config.job.check_ranks or world_size
-    problems = list(checks.check_config(config, world_size))
-    if check_environment:
-        problems += environment.check_environment(config)
-    # A refused key has its default value now, so further problems of that key mean nothing.
-    raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
-    spec = FAMILIES[config.model.name]
-    sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, world_size)
-    plan, _ = plan_job_pipeline(config, spec, sizes)
-    assert plan is not None, "checked: the pipeline has no problems"
-    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))

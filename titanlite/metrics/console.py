@@ -13,7 +13,6 @@ from titanlite.log import logger
 _ERROR_EVENTS = (  # logged as errors
     "checkpoint_failed",
     "checkpoint_refused",
-    "evaluation_failed",
     "replica_mismatch",
     "rolled_back",
     "rollback_failed",

@@ -80,13 +80,15 @@ class OutputLayer(nn.Linear):
         self.loss, self.vocabulary = LossConfig(), Vocabulary()
         self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
         self.z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
-        self.token_losses: Tensor | None = None
-        # cross-entropy of each token in the last loss with gradients, [B * T] in fp32
-        self._keeps_token_losses = False
+        self.token_losses: Tensor | None = None  # where a forward writes them, [B * T] in fp32
+        self._observer: Callable[[Tensor], None] | None = None
 
-    def keep_token_losses(self) -> None:
-        """Set `token_losses` in every forward with labels and gradients."""
-        self._keeps_token_losses = True
+    def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
+        """Call `observer` in every forward with labels and gradients; None: no longer.
+
+        Its argument is the cross-entropy of each token, [B, T] in fp32.
+        """
+        self._observer = observer
 
     def compile_loss(self, **options: Any) -> None:
         """Compile the element-wise parts of the loss, which then read and write the logits fewer
@@ -102,12 +104,15 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
-        self.token_losses = None
-        if self._keeps_token_losses and torch.is_grad_enabled():
+        observer = self._observer if torch.is_grad_enabled() else None
+        if observer is not None:
             self.token_losses = torch.empty(labels.numel(), device=x.device)
         loss, self.z_loss = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.flatten(), self, torch.is_grad_enabled()
         )
+        if observer is not None and self.token_losses is not None:
+            observer(self.token_losses.view(labels.shape))
+            self.token_losses = None
         return loss
 
 

@@ -34,7 +34,6 @@ from titanlite.optim.lr_schedule import (
     check_lr_scheduler_config,
     check_schedule_end,
 )
-from titanlite.optim.noise_scale import NoiseScale, estimate_noise
 from titanlite.optim.optimizer_set import OptimizerSet
 from titanlite.optim.owned_matrices import assign_owners
 from titanlite.optim.recipe import OptimizerRecipe
@@ -48,7 +47,6 @@ __all__ = [
     "LossScale",
     "LossScaleConfig",
     "MatrixFacts",
-    "NoiseScale",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
@@ -68,7 +66,6 @@ __all__ = [
     "clip_gradients",
     "combine_norms",
     "count_copies",
-    "estimate_noise",
     "moment_bytes",
     "moment_format",
     "optimizer_state_bytes",

@@ -264,7 +264,7 @@ def build_optimizer(
             optimizer_class = updating_vectors_in_float32(optimizer_class)
         groups = _parameter_groups(parameters, config, recipe, facts, schedule, widths or {})
         optimizers.append(optimizer_class(groups, **recipe.options))
-    return OptimizerSet(optimizers, schedule)
+    return OptimizerSet(optimizers, config.lr, schedule)
 
 
 def optimizer_state_bytes(

@@ -23,10 +23,13 @@ class OptimizerSet:
     """The optimizers of a model; iterating yields them."""
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], schedule: RateSchedule = UNSCHEDULED
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        peak_lr: float,
+        schedule: RateSchedule = UNSCHEDULED,
     ):
-        """`schedule`: that of the groups without settings of their own."""
-        self._optimizers, self._schedule = tuple(optimizers), schedule
+        """`peak_lr` and `schedule`: those of the groups without settings of their own."""
+        self._optimizers, self._peak_lr, self._schedule = tuple(optimizers), peak_lr, schedule
         self.update_norms = UpdateNorms()
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
@@ -43,16 +46,12 @@ class OptimizerSet:
         states = {p: state for optimizer in self for p, state in optimizer.state.items()}
         return defaultdict(dict, states)
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step: in each group, times the group's factor."""
-        for group in self.param_groups:
-            group["lr"] = lr * group[LR_FACTOR]
-
-    def follow_schedule(self, peak_lr: float, progress: Progress) -> float:
+    def follow_schedule(self, progress: Progress, factor: float = 1.0) -> float:
         """Set the learning rate and the weight decay of a step in each group.
 
-        Returns the learning rate of groups without settings of their own.
+        `factor` multiplies the learning rate. Returns that of groups without settings of their own.
         """
+        peak_lr = self._peak_lr * factor
         for group in self.param_groups:
             schedule: RateSchedule = group[SCHEDULE]
             group["lr"] = peak_lr * schedule.lr_factor(progress) * group[LR_FACTOR]

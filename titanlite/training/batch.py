@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,36 +19,23 @@ class Batch:
     labels: Tensor
     documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
     # empty: the mask is causal, or the model finds the documents itself, but waits for the device
-    sources: Tensor | None = None  # bool [B, sources]: the source of each sequence; None: not used
-
-    def with_sources(self, numbers: Tensor, sources: int) -> Batch:
-        """The batch with the number of each sequence's source, int64 [B], of `sources`."""
-        return replace(self, sources=numbers[:, None] == torch.arange(sources))
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
         documents = tuple(index.pin_memory() for index in self.documents)
-        sources = None if self.sources is None else self.sources.pin_memory()
-        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents, sources)
+        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`."""
         inputs, labels = (x.to(device, non_blocking=True) for x in (self.inputs, self.labels))
-        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
-        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents), sources)
+        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents))
 
     def split(self, sequences: int) -> list[Batch]:
         """Parts of `sequences` sequences, which are one micro-batch or several."""
         tokens = list(zip(self.inputs.split(sequences), self.labels.split(sequences), strict=True))
         count = -(-len(self.documents) // len(tokens))  # micro-batches in a part
-        sources = self.sources.split(sequences) if self.sources is not None else None
         return [
-            Batch(
-                inputs,
-                labels,
-                self.documents[n * count : (n + 1) * count],
-                None if sources is None else sources[n],
-            )
+            Batch(inputs, labels, self.documents[n * count : (n + 1) * count])
             for n, (inputs, labels) in enumerate(tokens)
         ]
 

@@ -50,10 +50,8 @@ class Engine(Protocol):
         """Add the gradients of summed loss / `valid`; return this rank's share of that loss.
 
         `valid` [] is the number of valid labels in the global batch, divided by the loss scale if
-        there is one. The result [2 + S] is the cross-entropy and the z-loss, whose sum is the
-        training loss; then the part of the cross-entropy that each of the S sources of
-        `batch.sources` has, if the engine was built `by_source`. `set_phase` is called with the
-        name of each phase when it begins.
+        there is one. The result [2] is the cross-entropy and the z-loss, whose sum is the training
+        loss. `set_phase` is called with the name of each phase when it begins.
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -67,14 +65,12 @@ def build_engine(
     *,
     local_batch: int,
     document_end_id: int | None = None,
-    by_source: bool = False,
 ) -> Engine:
     """Build the engine for a parallelized model.
 
-    `local_batch`: sequences of a micro-batch without pipeline parallelism. `by_source`: also
-    measure the loss of each source; batches must then have `sources`.
-    `document_end_id` is the last token of every document: positions restart after it. None:
-    positions count from the start of the sequence.
+    `local_batch`: sequences of a micro-batch without pipeline parallelism. `document_end_id` is
+    the last token of every document: positions restart after it. None: positions count from the
+    start of the sequence.
     """
     mesh, config = layout.mesh, layout.config
     every_microbatch = config.fsdp_gradient_reduction == "every_microbatch"
@@ -82,8 +78,6 @@ def build_engine(
     index_documents = model.index_documents if isinstance(model, SupportsDocuments) else None
     shard = build_sequence_shard(mesh.cp, config)
     tokens = RankTokens(shard, document_end_id, index_documents)
-    if by_source and sharded.output is not None:
-        sharded.output.keep_token_losses()
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)
@@ -114,7 +108,7 @@ class SpmdEngine:
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._update_float8_scales()
-        total = torch.zeros(_terms(batch), device=self._device)
+        total = torch.zeros(2, device=self._device)
         microbatches = batch.split(self._microbatch_size)
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
@@ -124,7 +118,7 @@ class SpmdEngine:
             loss = self._loss_of(microbatch) / valid
             set_phase("backward")
             loss.backward()
-            total += _loss_terms(loss, self._output, valid, microbatch.sources)
+            total += _loss_terms(loss, self._output, valid)
         return total
 
     @torch.no_grad()
@@ -166,7 +160,7 @@ class PipelineEngine:
         # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
-        self._losses: list[Tensor] = []  # [2 + sources] of each micro-batch of the current run
+        self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
         connect_pipeline_ranks(mesh.pp, device)
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
@@ -180,7 +174,7 @@ class PipelineEngine:
         self._follow_weights()
         self._valid = valid
         runs = batch.split(self._plan.sequences)
-        total = torch.zeros(_terms(batch), device=self._device)
+        total = torch.zeros(2, device=self._device)
         for number, run in enumerate(runs):
             last = number == len(runs) - 1
             set_phase("forward/backward")  # interleaved by the schedule
@@ -231,8 +225,6 @@ class PipelineEngine:
         if self._has_last_stage:
             labels = self._tokens.select(labels)
             targets = {"labels": labels, "target": labels}
-            if batch.sources is not None:  # for `_record_loss`
-                targets["target"] = batch.sources
         schedule = rank_schedule.schedule
         run = schedule.step if stage_class is TrainStage else schedule.eval
         run(
@@ -241,13 +233,12 @@ class PipelineEngine:
             return_outputs=False,
             **targets,
         )
-        return sum(self._losses, torch.zeros(_terms(batch), device=self._device))
+        return sum(self._losses, torch.zeros(2, device=self._device))
 
     def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Called by torch as loss function; the last stage already computed the loss in forward."""
         loss = loss / self._valid
-        sources = target if target.dtype == torch.bool else None
-        self._losses.append(_loss_terms(loss, self._sharded.output, self._valid, sources))
+        self._losses.append(_loss_terms(loss, self._sharded.output, self._valid))
         return loss
 
     def _schedule_for(
@@ -276,26 +267,11 @@ class PipelineEngine:
         return self._schedules[key]
 
 
-def _terms(batch: Batch) -> int:
-    """Number of loss terms of a batch."""
-    return 2 if batch.sources is None else 2 + batch.sources.shape[1]
-
-
-def _loss_terms(
-    loss: Tensor, output: OutputLayer | None, valid: Tensor | float, sources: Tensor | None
-) -> Tensor:
-    """[cross-entropy, z-loss] of their sum `loss`; then the cross-entropy of each source.
-
-    The z-loss and the cross-entropy of each token are those of the last forward of `output`.
-    """
+def _loss_terms(loss: Tensor, output: OutputLayer | None, valid: Tensor | float) -> Tensor:
+    """[cross-entropy, z-loss] of their sum `loss`; z-loss: of the last forward of `output`."""
     assert output is not None and output.z_loss is not None
     z_loss = output.z_loss / valid
-    terms = torch.stack((loss.detach() - z_loss, z_loss))
-    if sources is None or output.token_losses is None:
-        return terms
-    of_sequences = output.token_losses.view(len(sources), -1).sum(1, keepdim=True) / valid
-    # where: inf of one source must not become NaN of another
-    return torch.cat((terms, torch.where(sources, of_sequences, 0.0).sum(0)))
+    return torch.stack((loss.detach() - z_loss, z_loss))
 
 
 def reshard(models: Iterable[nn.Module]) -> None:

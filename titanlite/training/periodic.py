@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from titanlite.checkpoint import Checkpointer, SaveResult
 from titanlite.distributed.collectives import gather_from_all_ranks, run_on_rank_0
@@ -64,6 +64,46 @@ class PeriodicAction:
     def waits(self) -> bool:
         """Whether the loop waits for the device before the action runs."""
         return self.needs_accepted or self.needs_finite
+
+
+class StepMeter(Protocol):
+    """A meter that is armed before a step, and measures while the step runs."""
+
+    def arm(self) -> None:
+        """Measure the next step."""
+
+    def take(self) -> Any:
+        """Return what was measured since `arm`, and forget it; disarms the meter."""
+
+
+def measure_steps(
+    name: str, freq: int, meter: StepMeter, record: Callable[[StepInfo], None], last: int = 0
+) -> PeriodicAction:
+    """Arm `meter` before every `freq`-th step and step `last`, and call `record` after it.
+
+    `record` calls `meter.take`.
+    """
+
+    def measures(step: int) -> bool:
+        return step % freq == 0 or step == last
+
+    def arm_if_next(step: int) -> None:
+        if measures(step + 1):
+            meter.arm()
+
+    def start_again(step: int) -> None:
+        meter.take()  # discard what it measured in a step that was rolled back
+        arm_if_next(step)
+
+    def run(info: StepInfo) -> None:
+        if measures(info.step):
+            record(info)
+        arm_if_next(info.step)
+
+    def is_due(info: StepInfo) -> bool:
+        return measures(info.step) or measures(info.step + 1)
+
+    return PeriodicAction(name, is_due, run, needs_accepted=True, start_again=start_again)
 
 
 def log_metrics(

@@ -12,12 +12,42 @@ from titanlite.distributed.collectives import AsyncMax
 from titanlite.metrics import MetricSinks, ThroughputMeter
 from titanlite.runtime import HeartbeatWatchdog, StopRequest
 from titanlite.training.batch import Batch
-from titanlite.training.checkpoint_rollback import CheckpointRollback
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction
-from titanlite.training.state import TrainState
-from titanlite.training.step import StepSettings
+from titanlite.training.state import HostState, TrainState
+from titanlite.training.step import StepResult, StepSettings
+
+
+class StepGuard:
+    """Handles steps that must not update the parameters; this one lets every step pass.
+
+    The host runs ahead of the device, so it learns of a rejected step later. All methods but `add`
+    and `poll` are called on all ranks together.
+    """
+
+    def add(self, step: int, before: HostState, result: StepResult) -> None:
+        """Add the latest step, counted from 1; does not wait for the device."""
+
+    def poll(self) -> bool:
+        """Whether a rejected step is known on this rank; does not wait for the device."""
+        return False
+
+    def has_rejected(self) -> bool:
+        """Whether a step so far was rejected; waits for the device."""
+        return False
+
+    def settle(self, open_batches: Callable[[], Batch]) -> StepResult | None:
+        """Undo the first rejected step and those after it, replay the first, accept or skip it.
+
+        `open_batches` opens the batches at the position of the state, and returns the first one.
+        Returns the result of the replay, or None if the run was rolled back to a checkpoint.
+        """
+        raise AssertionError("no step was rejected")
+
+    def check_parameters(self, step: int, result: StepResult) -> bool:
+        """Whether a parameter was inf or NaN, and the run was rolled back therefore."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -30,18 +60,13 @@ class Run:
     engine: Engine
     open_batches: Callable[[], Iterator[Batch]]
     # this rank's part of the global batch of each step, from the position of `state` on
-    peak_lr: float  # learning rate that the schedules of `state.optimizer` multiply
     step_settings: StepSettings
+    guard: StepGuard
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
     checkpointer: Checkpointer
     meter: ThroughputMeter
     sinks: MetricSinks
     watchdog: HeartbeatWatchdog
     stop_request: StopRequest
-    rollback: CheckpointRollback
-    dump_batch: Callable[[int, int, int], str]
-    # (step, first position, samples) -> path of a new file with the global batch, or "" where none
-    # is written, as on ranks other than 0
-    compiles_layers: bool  # by torch.compile
     max_over_ranks: AsyncMax  # for what the ranks must agree on in each step
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""

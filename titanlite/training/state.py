@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.data import PositionWindow, next_start, window_lr_factor
-from titanlite.optim import LossScale, NoiseScale, OptimizerSet
-from titanlite.training.expert_load import ExpertLoad
-from titanlite.training.guard import NO_HISTORY, StepJudge
-from titanlite.training.rollback import RollbackHistory
+from titanlite.optim import LossScale, OptimizerSet
 
 
 @dataclass
@@ -26,7 +24,8 @@ class Counters:
     tokens: int = 0  # tokens consumed
     gaps: tuple[tuple[int, int], ...] = ()
     # [first, end) of positions that a roll-back left out, in order; at most one for each roll-back
-    rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
+    windows: tuple[PositionWindow, ...] = ()
+    # positions around causes of roll-backs: left out, or trained at a lower learning rate
 
     @property
     def skipped(self) -> int:
@@ -43,11 +42,6 @@ class Counters:
         """The positions that were consumed, as ranges [first, end)."""
         bounds = [0, *chain.from_iterable(self.gaps), self.position]
         return list(zip(bounds[::2], bounds[1::2], strict=True))
-
-    @property
-    def windows(self) -> tuple[PositionWindow, ...]:
-        """Positions around causes of roll-backs: left out, or trained at a lower learning rate."""
-        return self.rollbacks.windows
 
     def next_start(self, samples: int) -> int:
         """First position of the next step, which consumes `samples`."""
@@ -67,38 +61,24 @@ class Counters:
         self.tokens += tokens
 
     def progress(self) -> dict[str, Any]:
-        """The counters as JSON values."""
-        values: dict[str, Any] = {"step": self.step, "position": self.position}
-        values["tokens"] = self.tokens
-        if self.rollbacks.tries:
-            values |= {"skipped": self.skipped, "rollbacks": self.rollbacks.to_json()}
-            values["gaps"] = [list(gap) for gap in self.gaps]
-        return values
+        """The counters as JSON values, without the windows."""
+        gaps = {"gaps": [list(gap) for gap in self.gaps]} if self.gaps else {}
+        return {"step": self.step, "position": self.position, "tokens": self.tokens, **gaps}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore what `progress` returned."""
+        """Restore what `progress` returned; raises ValueError, TypeError or KeyError."""
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
-        self.gaps = _read_gaps(progress, self.position)
-        self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
+        self.gaps = tuple((first, end) for first, end in progress.get("gaps", ()))
+        bounds = [0, *chain.from_iterable(self.gaps), self.position]
+        if not all(type(bound) is int for bound in bounds) or bounds != sorted(bounds):
+            raise ValueError(
+                f"gaps = {self.gaps!r:.80}: must be ranges in order, before {self.position}"
+            )
 
-    def record_rollback(self, rollbacks: RollbackHistory) -> None:
-        """Replace the history of roll-backs by one with one more entry."""
-        self.rollbacks = rollbacks
-
-
-def _read_gaps(progress: dict[str, Any], position: int) -> tuple[tuple[int, int], ...]:
-    """The gaps before `position` in `progress`; raises ValueError or TypeError."""
-    skipped = progress.get("skipped", 0)
-    gaps = tuple((first, end) for first, end in progress.get("gaps", ()))
-    bounds = [0, *chain.from_iterable(gaps), position]
-    is_valid = all(type(bound) is int for bound in bounds) and bounds == sorted(bounds)
-    if not is_valid or sum(end - first for first, end in gaps) != skipped:
-        raise ValueError(
-            f"gaps = {gaps!r:.80}: must be ranges in order, before {position}, of"
-            f" {skipped!r:.20} positions in all"
-        )
-    return gaps
+    def set_windows(self, windows: tuple[PositionWindow, ...]) -> None:
+        """Replace the windows, after a roll-back or from a checkpoint."""
+        self.windows = windows
 
 
 @dataclass(frozen=True)
@@ -110,6 +90,16 @@ class HostState:
     generators: dict[str, Tensor]
 
 
+class SavedPart(Protocol):
+    """State that a checkpoint keeps beside the tensors of the model and the optimizer."""
+
+    def state(self) -> Any:
+        """The state as JSON values; None: nothing to save. May be a collective."""
+
+    def restore(self, state: Any) -> None:
+        """Restore what `state` returned, or the start (None); raises an exception if not valid."""
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Everything that changes during training."""
@@ -118,9 +108,7 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
-    judge: StepJudge | None = None  # None: no guard
-    noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
-    expert_load: ExpertLoad | None = None  # of a model with experts
+    parts: Mapping[str, SavedPart] = field(default_factory=dict)  # name in a checkpoint -> part
 
     @property
     def step(self) -> int:
@@ -135,18 +123,14 @@ class TrainState:
     def progress(self) -> dict[str, Any]:
         """All state except the tensors of the model and the optimizer, as JSON values.
 
-        A collective if the model has experts.
+        A collective if a part's `state` is one.
         """
         generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
-        guard = {} if self.judge is None else {"guard": self.judge.state()}
-        noise = {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state()}
-        load = {} if self.expert_load is None else {"expert_load": self.expert_load.state()}
+        states = {name: part.state() for name, part in self.parts.items()}
         return {
             **scale,
-            **guard,
-            **noise,
-            **load,
+            **{name: state for name, state in states.items() if state is not None},
             **self.counters.progress(),
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
@@ -160,12 +144,8 @@ class TrainState:
         self.counters.restore(progress)
         if self.loss_scale is not None:
             self.loss_scale.restore(progress.get("loss_scale"))
-        if self.judge is not None:
-            self.judge.restore(progress.get("guard", NO_HISTORY))
-        if self.noise_scale is not None:
-            self.noise_scale.restore(progress.get("noise_scale"))
-        if self.expert_load is not None:
-            self.expert_load.restore(progress.get("expert_load"))
+        for name, part in self.parts.items():
+            part.restore(progress.get(name))
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +18,33 @@ from titanlite.training.state import TrainState
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """What a step computes."""
+
+    batch: Batch  # this rank's part, on the device
+    position: int  # of the first sample of the global batch
+    tokens: int  # of the global batch
+    valid: Tensor  # 0-d: valid labels of the global batch, at least 1
+    loss_scale: float  # 1 without one
+
+
+class StepHook:
+    """Takes part in every step; each method does nothing here.
+
+    A step that is replayed calls `before_forward` and `after_backward` again.
+    """
+
+    def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
+        """Called when the labels are counted."""
+
+    def after_backward(self) -> None:
+        """Called when the gradients are complete."""
+
+    def after_update(self, result: StepResult) -> None:
+        """Called after a step that updated the parameters if `result.accept` is true."""
+
+
+@dataclass(frozen=True)
 class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
 
@@ -24,6 +52,9 @@ class StepSettings:
     max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
     adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
+    judge: Callable[[Tensor, Tensor], Tensor] | None = None
+    # (loss, gradient norm), each 0-d -> whether [] to update the parameters; None: always
+    hooks: tuple[StepHook, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,10 +72,6 @@ class StepResult:
     overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale helps
     accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
     rejected: bool = False  # the guard decided not to update the parameters
-    source_losses: Tensor | None = None
-    # [sources]: mean cross-entropy of each source in the global batch, NaN if it has no tokens;
-    # None: not measured
-    expert_load: Tensor | None = None  # see `ExpertLoad.measure`; of this rank's blocks
 
     @property
     def skipped(self) -> bool:
@@ -57,19 +84,17 @@ def take_step(
     engine: Engine,
     batch: Batch,
     *,
-    lr: float,
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
     """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
-    `lr` is the peak learning rate, which the schedules multiply.
     Calls `set_phase` at the start of each phase: forward, backward, step. With a judge, the step
     updates the parameters only if the judge accepts it, which the host need not know.
     """
-    result = compute_gradients(state, engine, batch, lr=lr, settings=settings, set_phase=set_phase)
-    if state.judge is not None and not result.overflowed:
-        accept = state.judge.judge(result.loss, result.grad_norm)
+    result = compute_gradients(state, engine, batch, settings=settings, set_phase=set_phase)
+    if settings.judge is not None and not result.overflowed:
+        accept = settings.judge(result.loss, result.grad_norm)
         result = dataclasses.replace(result, accept=accept)
     finish_step(state, result, settings)
     return result
@@ -80,7 +105,6 @@ def compute_gradients(
     engine: Engine,
     batch: Batch,
     *,
-    lr: float,
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
@@ -91,19 +115,22 @@ def compute_gradients(
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
     set_phase("forward")  # before the all-reduce, the first call that can hang
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
-    labels = all_reduce_sum(mesh.batch, _count_labels(batch))
-    valid = (labels if batch.sources is None else labels.sum()).clamp(min=1)
+    valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     samples = len(batch.inputs) * mesh.batch.size()  # every rank has a slice of the same size
     tokens = samples * batch.inputs.shape[1]
-    progress = Progress(state.step, state.counters.tokens, tokens)
     # before backward, which may already update parameters
-    scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
-    if state.expert_load is not None:
-        state.expert_load.begin_step(tokens / scale)
+    lr = state.optimizer.follow_schedule(
+        Progress(state.step, state.counters.tokens, tokens), state.counters.lr_factor(samples)
+    )
+    inputs = StepInputs(batch, state.counters.next_start(samples), tokens, valid, scale)
+    for hook in settings.hooks:
+        hook.before_forward(inputs, set_phase)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase)
     losses = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
     loss = losses[0]
+    for hook in settings.hooks:
+        hook.after_backward()
     set_phase("step")
     if in_backward:
         grad_norm, own_norms = in_backward.norms(mesh)
@@ -116,7 +143,7 @@ def compute_gradients(
     if state.loss_scale is not None:  # this waits for the device
         # All ranks have the same values, so all decide the same. The judge sees what no loss scale
         # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
-        if state.judge is None:
+        if settings.judge is None:
             overflowed = not grad_norm.isfinite()
         elif state.loss_scale.shrinkable:
             overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
@@ -125,22 +152,12 @@ def compute_gradients(
         z_loss=losses[1],
         grad_norm=grad_norm,
         own_norms=own_norms,
-        own_losses=own_losses[:2],
-        source_losses=None if batch.sources is None else losses[2:] * valid / labels,
-        lr=scheduled_lr,
+        own_losses=own_losses,
+        lr=lr,
         samples=samples,
         tokens=tokens,
         overflowed=overflowed,
-        expert_load=None if state.expert_load is None else state.expert_load.measure(),
     )
-
-
-def _count_labels(batch: Batch) -> Tensor:
-    """The valid labels of this rank's sequences: 0-d, or [sources] if the batch has sources."""
-    if batch.sources is None:
-        return valid_tokens(batch.labels)
-    of_sequences = (batch.labels >= 0).sum(1, keepdim=True)
-    return (of_sequences * batch.sources).sum(0)
 
 
 def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:
@@ -150,8 +167,9 @@ def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -
             state.optimizer.step()
         else:
             state.optimizer.step_if(result.accept)
-    if state.expert_load is not None and not result.skipped:
-        state.expert_load.update(result.expert_load, result.accept)
+    if not result.skipped:
+        for hook in settings.hooks:
+            hook.after_update(result)
     state.optimizer.zero_grad()
     if state.loss_scale is not None and not result.rejected:
         state.loss_scale.update(not result.overflowed)

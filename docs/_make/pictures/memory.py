@@ -44,7 +44,7 @@ def draw_memory(configs: Path, path: Path) -> None:
     for label, overrides in OPTIONS.items():
         argv = ["--job.config_file", str(configs / "llama3_8b.toml"), f"--job.check_ranks={RANKS}"]
         argv += ["--training.global_batch_size", "-1"]  # no accumulation
-        job = read_job([*argv, *overrides], RANKS, check_environment=False)
+        job = read_job([*argv, *overrides], RANKS, here=False)
         worst = estimate_job_memory(job).worst
         rows[label] = {
             "parameters": worst.parameters,

@@ -42,7 +42,7 @@ def train_widths(root: Path) -> Losses:
 
 
 def _final_loss(text: torch.Tensor, config: MupConfig, width: int, lr: float) -> float:
-    job, factor = read_job([*JOB, f"--optimizer.lr={lr}"], 1, check_environment=False), width // 32
+    job, factor = read_job([*JOB, f"--optimizer.lr={lr}"], 1, here=False), width // 32
     wide = BaseWidths(width, 2 * factor, 96 * factor, 2 * factor)
     sizes = base_sizes(wide, job.sizes)
     widths = width_scales(config, job.spec, sizes)

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="also draw the curves, to this file")
     arguments, job_arguments = parser.parse_known_args(argv)
     try:
-        job = read_job(job_arguments, 1, check_environment=False)
+        job = read_job(job_arguments, 1, here=False)
         check = CoordinateCheck(
             job, arguments.factors, arguments.steps, arguments.seeds, arguments.wider_heads
         )

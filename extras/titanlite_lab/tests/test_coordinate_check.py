@@ -21,7 +21,7 @@ SGD = ["--optimizer.name=SGD", "--training.max_norm=0", "--optimizer.lr=0.5"]
 
 
 def check(*arguments: str, **options) -> CoordinateCheck:
-    job = read_job([*MODEL, *arguments], 1, check_environment=False)
+    job = read_job([*MODEL, *arguments], 1, here=False)
     return CoordinateCheck(job, factors=(1, 2, 4), steps=5, seeds=2, **options)
 
 

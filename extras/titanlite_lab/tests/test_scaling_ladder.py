@@ -51,7 +51,7 @@ def ladder(base, *arguments):
 
 
 def read_rung(path):
-    return read_job([f"--job.config_file={path}"], 1, check_environment=False)
+    return read_job([f"--job.config_file={path}"], 1, here=False)
 
 
 def pretend_run(path, law, count="matmul", final=True):
@@ -93,7 +93,7 @@ def test_every_rung_passes_the_checks_of_train_py(base, capsys):
 
 def test_experts_and_latent_attention_are_as_wide_for_their_model_in_every_rung(tmp_path):
     argv = ["--model.name=deepseek_v3", "--model.flavor=tiny"]
-    job = read_job([*argv, "--training.global_batch_size=8"], 1, check_environment=False)
+    job = read_job([*argv, "--training.global_batch_size=8"], 1, here=False)
     sizes = [LadderSize(job.sizes.dim * factor) for factor in (1, 2)]
     runs = plan_ladder(job, LadderGrid(sizes, tokens=[1e6]))
     paths = write_ladder(job, runs, tmp_path / "base.toml", tmp_path / "runs")

@@ -63,7 +63,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     if not ranks:
         raise DataError(f'"{folder}": {STARTS_FILE} has no start.')
     config = ["--job.config_file", str(folder / "config.toml")]
-    job = read_job(config, ranks[-1], check_environment=False)
+    job = read_job(config, ranks[-1], here=False)
     return MeasuredRun(folder, workload_of(job), statistics.median(settled), len(settled))
 
 

@@ -54,7 +54,7 @@ def _read_job(config: str, ranks: int, overrides: list[str]) -> Job:
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: must be at least 1.")
     argv = ["--job.config_file", config, *overrides, f"--job.check_ranks={ranks}"]
-    return read_job(argv, ranks, check_environment=False)
+    return read_job(argv, ranks, here=False)
 
 
 def _read_trace(job: Job, folder: Path) -> PipelineTimeline:

@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"}.intersection(argv):
         print(__doc__)
         return EXIT_DONE
-    job = read_job(argv, 1, check_environment=False)
+    job = read_job(argv, 1, here=False)
     configure_log(0)
     job.log_start(0)
     for line in report_dry_run(job):

@@ -17,5 +17,5 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"}.intersection(argv):
         print(__doc__)
         return EXIT_DONE
-    print("\n".join(describe_memory(read_job(argv, 1, check_environment=False))))
+    print("\n".join(describe_memory(read_job(argv, 1, here=False))))
     return EXIT_DONE

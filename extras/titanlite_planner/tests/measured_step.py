@@ -16,7 +16,7 @@ from titanlite_planner.dry_run.ranks import resting_bytes
 
 def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int]:
     """((parameters, gradients, optimizer state), peak) in bytes, of the second step."""
-    job = read_job(argv, ranks, check_environment=False)
+    job = read_job(argv, ranks, here=False)
     mesh, cpu = build_mesh(job.degrees, "cpu"), torch.device("cpu")
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
     model = build_sharded_model(job.spec, job.sizes, layout, job.transforms, cpu, seed=0)

@@ -118,7 +118,7 @@ def argv_of(settings: dict) -> list[str]:
 
 def compare(argv: list[str], ranks: int) -> list[tuple[RankStep, RankMemory]]:
     """The dry run of each kind of rank, with the estimate; bytes at rest and traffic are equal."""
-    job = read_job(argv, ranks, check_environment=False)
+    job = read_job(argv, ranks, here=False)
     estimates, collectives = estimate_job_memory(job).ranks, job_traffic(job)
     pairs = []
     for step in dry_run(job):
@@ -188,7 +188,7 @@ TENSOR = {"parallelism.tensor_parallel_degree": 2}
     ids=["FSDP 3", "HSDP, TP 2", "PP 2, TP 2"],
 )
 def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, settings):
-    job = read_job(argv_of({**settings, "optimizer.name": "SOAP"}), ranks, check_environment=False)
+    job = read_job(argv_of({**settings, "optimizer.name": "SOAP"}), ranks, here=False)
     estimates = estimate_job_memory(job).ranks
     for step in dry_run(job):
         estimate = estimates[step.pipeline_rank]
@@ -204,7 +204,7 @@ def test_a_dry_run_equals_a_real_run(name):
     ranks, settings = of_name.get(name) or LAYOUTS[name]
     argv = argv_of({**settings, **ON_CPU})
     measured = run_on_ranks(measure_step, ranks, argv, ranks)
-    for step in dry_run(read_job(argv, ranks, check_environment=False)):
+    for step in dry_run(read_job(argv, ranks, here=False)):
         per_stage = ranks // settings.get("parallelism.pipeline_parallel_degree", 1)
         rest, peak = measured[step.pipeline_rank * per_stage]
         dry = step.resting
@@ -232,7 +232,7 @@ def test_blocks_that_are_recomputed_and_others_are_of_different_kinds():
     argv += ["--parallelism.pipeline_parallel_layers_per_stage=2", "--training.local_batch_size=8"]
     argv += ["--activation_checkpoint.mode=selective"]
     job = read_job(
-        [*argv, "--activation_checkpoint.selective_ac_option=3"], 8, check_environment=False
+        [*argv, "--activation_checkpoint.selective_ac_option=3"], 8, here=False
     )
     # of blocks 4 and 5, and of 10 and 11, none is recomputed; of two others, one
     assert _kinds(job) == [(0, (0,)), (1, (1, 3, 4, 6)), (2, (2, 5)), (7, (7,))]
@@ -283,7 +283,7 @@ def test_estimates_of_random_layouts_equal_dry_runs(request, schedules):
     while done < count:
         ranks, settings = random_settings(rng, schedules)
         try:
-            read_job(argv_of(settings), ranks, check_environment=False)
+            read_job(argv_of(settings), ranks, here=False)
         except UserError:
             continue
         for step, estimate in compare(argv_of(settings), ranks):

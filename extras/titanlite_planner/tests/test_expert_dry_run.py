@@ -110,7 +110,7 @@ def test_blocks_with_experts_and_without_are_of_different_kinds():
     argv += ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4"]
     argv += ["--parallelism.pipeline_parallel_layers_per_stage=2"]
     argv += ["--activation_checkpoint.selective_ac_option=3"]
-    job = read_job(["--model.flavor=tiny", *argv], 4, check_environment=False)
+    job = read_job(["--model.flavor=tiny", *argv], 4, here=False)
     assert [ranks for _, ranks in _kinds(job)] == [(0,), (1,), (2,), (3,)]
 
 

@@ -11,7 +11,7 @@ from titanlite_planner.time.step import model_parameters
 
 
 def workload(*argv: str, ranks: int = 1):
-    return workload_of(read_job(argv, ranks, check_environment=False))
+    return workload_of(read_job(argv, ranks, here=False))
 
 
 def test_a_pipelined_job_counts_its_micro_batches_and_blocks():

@@ -24,7 +24,7 @@ def add_ladder_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ladder(arguments: argparse.Namespace) -> None:
-    job = read_job([f"--job.config_file={arguments.config}"], 1, check_environment=False)
+    job = read_job([f"--job.config_file={arguments.config}"], 1, here=False)
     grid = LadderGrid(
         arguments.sizes,
         arguments.count,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from titanlite.training.guard.config import GuardConfig
+from titanlite.guard.config import GuardConfig
 
 
 class ViolationReason(Enum):

@@ -1,22 +1,20 @@
-"""Handle a violating step on all ranks: replay it, and do what the guard decides."""
+"""The guard of a run: replay a violating step on all ranks, and do what `decide` returns."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from titanlite.distributed.collectives import AsyncMax, run_on_rank_0
+from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
-from titanlite.log import pluralize
-from titanlite.optim import shard_norms
-from titanlite.training.batch import Batch
-from titanlite.training.guard.culprit import Culprit, CulpritSearch, Evidence
-from titanlite.training.guard.history import (
+from titanlite.guard.culprit import Culprit, CulpritSearch, Evidence, OutputProbe
+from titanlite.guard.history import (
     History,
     Observation,
     ReplayResult,
@@ -24,12 +22,14 @@ from titanlite.training.guard.history import (
     ViolationReason,
     decide,
 )
-from titanlite.training.guard.judge import StepJudge
-from titanlite.training.guard.pending import PendingStep, PendingSteps
-from titanlite.training.guard.probe import OutputProbe
+from titanlite.guard.judge import PendingStep, PendingSteps, StepJudge
+from titanlite.guard.rollback import CheckpointRollback, Trouble
+from titanlite.log import pluralize
+from titanlite.optim import shard_norms
+from titanlite.training.batch import Batch
 from titanlite.training.periodic import report_save
-from titanlite.training.rollback import Trouble
-from titanlite.training.run import Run
+from titanlite.training.run import Run, StepGuard
+from titanlite.training.state import HostState
 from titanlite.training.step import StepResult, compute_gradients, finish_step
 
 EVENTS = {  # names in metrics.jsonl
@@ -76,25 +76,51 @@ class Violation:
         return f"{self.reason.value} at step {self.step}: {self.values}{where}"
 
 
-class ViolationHandler:
-    """Handles violating steps; the ranks agree through an `AsyncMax`, which must be idle.
+class Guard(StepGuard):
+    """Replays violating steps, and accepts or skips them, rolls the run back, or ends it.
 
-    All methods are collective.
+    The ranks agree through `run.max_over_ranks`, which must be idle.
     """
 
-    def __init__(self, run: Run, max_over_ranks: AsyncMax):
-        self._run, self._max_over_ranks = run, max_over_ranks
+    def __init__(
+        self,
+        run: Run,
+        judge: StepJudge | None,
+        rollback: CheckpointRollback,
+        dump_batch: Callable[[int, int, int], str],
+        compiles_layers: bool,
+    ):
+        """`judge`: None if no step is judged; parameters are checked all the same.
+
+        `dump_batch`: (step, first position, samples) -> path of a new file with the global batch,
+        or "" where none is written, as on ranks other than 0.
+        """
+        self._run, self._optional_judge, self._rollback = run, judge, rollback
+        self._dump_batch, self._inside_layers = dump_batch, not compiles_layers
+        self._max_over_ranks, self._pending = run.max_over_ranks, PendingSteps()
         names = [name for name, _ in run.state.model.named_parameters()]
         self._search = CulpritSearch(names, run.step_settings.mesh.pp.get_local_rank())
 
     @property
     def _judge(self) -> StepJudge:
-        judge = self._run.state.judge
-        assert judge is not None, "without a judge, no step is rejected"
-        return judge
+        assert self._optional_judge is not None, "without a judge, no step is rejected"
+        return self._optional_judge
+
+    def add(self, step: int, before: HostState, result: StepResult) -> None:
+        """See `StepGuard.add`."""
+        self._pending.add(step, before, result)
+
+    def poll(self) -> bool:
+        """See `StepGuard.poll`."""
+        return self._pending.poll()
+
+    def has_rejected(self) -> bool:
+        """See `StepGuard.has_rejected`."""
+        self._max_over_ranks.start(self._pending.wait())
+        return bool(self._max_over_ranks.wait()[0])
 
     def check_parameters(self, step: int, result: StepResult) -> bool:
-        """If a parameter is inf or NaN, roll the run back and return True, or end the run.
+        """See `StepGuard.check_parameters`; ends the run unless the policy is to roll back.
 
         An update can overflow though its gradient is finite.
         """
@@ -107,14 +133,19 @@ class ViolationHandler:
         values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
         violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
         if not self._rolls_back_nonfinite:
-            self.give_up(violation)
+            self._give_up(violation)
         self._roll_back(violation, self._run.state.position - result.samples, result.samples)
         return True
 
-    def undo_rejected(self, pending: PendingSteps) -> PendingStep:
+    def settle(self, open_batches: Callable[[], Batch]) -> StepResult | None:
+        """See `StepGuard.settle`; raises TrainingDiverged if the guard gives up."""
+        first = self._undo_rejected()
+        return self._replay(first, open_batches())
+
+    def _undo_rejected(self) -> PendingStep:
         """Take back the first rejected step and those after it, which changed no parameter."""
         run = self._run
-        first, judged = pending.take_rejected()
+        first, judged = self._pending.take_rejected()
         step = first.step if first else 0
         self._max_over_ranks.start(step, -step)
         latest, earliest = self._max_over_ranks.wait()
@@ -131,20 +162,16 @@ class ViolationHandler:
         self._judge.resume()
         return first
 
-    def replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
-        """Replay a step after `undo_rejected`, and accept or skip it; returns its result.
-
-        Returns None if the run was rolled back instead. `batch` is that step's, in host memory.
-        Raises TrainingDiverged if the guard gives up.
-        """
+    def _replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
+        """Replay a step that was undone, and accept or skip it; `batch` is in host memory."""
         run = self._run
         samples = first.result.samples
         position = first.before.counters.next_start(samples)
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
             violation = self._describe(first.step, first.result, self._evidence(first.result))
-            path = run.dump_batch(first.step, position, samples)
+            path = self._dump_batch(first.step, position, samples)
             if not self._rolls_back_nonfinite:
-                self.give_up(violation, batch=path)
+                self._give_up(violation, batch=path)
             event = EVENTS[StepVerdict.ROLL_BACK]
             run.sinks.event(first.step, event, **violation.fields, batch=path)
             self._roll_back(violation, position, samples)
@@ -168,13 +195,12 @@ class ViolationHandler:
     def _recompute(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
         """(result without an update, this rank's evidence of where a violation comes from)."""
         run = self._run
-        probe = OutputProbe(run.state.model, inside_layers=not run.compiles_layers)
+        probe = OutputProbe(run.state.model, self._inside_layers)
         with probe.recording():
             result = compute_gradients(
                 run.state,
                 run.engine,
                 batch.to(run.device),
-                lr=run.peak_lr,
                 settings=run.step_settings,
                 set_phase=partial(run.watchdog.set_phase, first.step),
             )
@@ -197,21 +223,21 @@ class ViolationHandler:
         if replay is not ReplayResult.NORMAL:
             violation = self._describe(first.step, replayed, evidence)
             counters, samples = first.before.counters, first.result.samples
-            path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
+            path = self._dump_batch(first.step, counters.next_start(samples), samples)
             if verdict is StepVerdict.GIVE_UP:
-                self.give_up(violation, history.in_a_row, path)
+                self._give_up(violation, history.in_a_row, path)
             self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
         return history, verdict
 
     @property
     def _rolls_back_nonfinite(self) -> bool:
-        judge = self._run.state.judge
+        judge = self._optional_judge
         return judge is not None and judge.config.nonfinite == "rollback"
 
     def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
         """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
         reason = f"{violation.reason.value}, {violation.values}"
-        self._run.rollback.roll_back(Trouble(violation.step, position, samples, reason))
+        self._rollback.roll_back(Trouble(violation.step, position, samples, reason))
 
     def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
         reason = self._judge.violation(result.loss, result.grad_norm)
@@ -256,7 +282,7 @@ class ViolationHandler:
             fix="Run on other machines: the same command resumes from the newest checkpoint.",
         ).mark_on_all_ranks()
 
-    def give_up(self, violation: Violation, in_a_row: int = 1, batch: str = "") -> NoReturn:
+    def _give_up(self, violation: Violation, in_a_row: int = 1, batch: str = "") -> NoReturn:
         """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
         run = self._run
         run.watchdog.set_phase(violation.step, "save")

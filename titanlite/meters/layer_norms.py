@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.metrics import MetricSinks
+from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.optim import count_copies
-from titanlite.training.measured_steps import measure_steps
-from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.periodic import StepInfo, measure_steps
 from titanlite.training.state import TrainState
 
 KINDS = ("gradient", "weight", "update")
@@ -55,10 +55,16 @@ class LayerNorms:
         return all_reduce_sum(self._mesh.tp, all_reduce_sum(self._mesh.loss, sums)).sqrt()
 
 
-def record_layer_norms(
-    state: TrainState, norms: LayerNorms, sinks: MetricSinks, freq: int
-) -> PeriodicAction:
-    """Write the event `layer_norms` of every `freq`-th step."""
+def build_layer_norms(metered: MeteredRun) -> Meter | None:
+    """Write the event `layer_norms` of every `metrics.layer_norms_freq`-th step."""
+    freq, state, sinks = metered.metrics.layer_norms_freq, metered.run.state, metered.run.sinks
+    if not freq:
+        return None
+    with torch.device("meta"):
+        model = metered.spec.build(metered.sizes)
+    layer_of = partial(_layer_of, metered.spec.blocks_path)
+    layers = dict.fromkeys(layer_of(name) for name, _ in model.named_parameters())
+    norms = LayerNorms(state.model, metered.run.step_settings.mesh, layers, layer_of)
 
     def record(info: StepInfo) -> None:
         combined = norms.combine(state, info.result.own_norms)
@@ -67,4 +73,12 @@ def record_layer_norms(
             fields = {kind: dict(zip(norms.layers, row, strict=True)) for kind, row in rows}
             sinks.event(info.step, "layer_norms", **fields)
 
-    return measure_steps("layer norms", freq, state.step, state.optimizer.update_norms, record)
+    return Meter(measure_steps("layer norms", freq, state.optimizer.update_norms, record))
+
+
+def _layer_of(blocks_path: str, parameter: str) -> str:
+    """The layer of a parameter by its name: a block (layers.3) or another module (output)."""
+    if parameter.startswith(f"{blocks_path}."):
+        block, _, _ = parameter.removeprefix(f"{blocks_path}.").partition(".")
+        return f"{blocks_path}.{block}"
+    return parameter.partition(".")[0]

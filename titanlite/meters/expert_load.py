@@ -9,8 +9,12 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
+from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import LoadBalancing, ModelSizes, ModelSpec, Router
 from titanlite.models.router import SUMS
+from titanlite.training.engine import SetPhase
+from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.step import StepHook, StepInputs, StepResult
 
 
 class LoadStatistics(NamedTuple):
@@ -24,12 +28,8 @@ class LoadStatistics(NamedTuple):
     dropped_tokens: int  # selections that no expert computed
 
 
-class ExpertLoad:
-    """The routers of this rank's blocks.
-
-    A step calls `begin_step`, then `measure` after backward, and `update` with its result if it
-    updates the parameters.
-    """
+class ExpertLoad(StepHook):
+    """The routers of this rank's blocks."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class ExpertLoad:
         assert experts is not None, "the model has no experts"
         self._balancing = balancing
         self.sizes, self._mesh, self._n_blocks = experts, mesh, sizes.n_layers
+        self.measured: Tensor | None = None  # see `_measure`; of the latest step
         prefix = f"{spec.blocks_path}."
         self._routers = {
             int(name.removeprefix(prefix).partition(".")[0]): module
@@ -50,17 +51,27 @@ class ExpertLoad:
             if isinstance(module, Router)
         }
 
-    def begin_step(self, divisor: float) -> None:
-        """Call it before forward; `divisor`: tokens of the global batch / loss scale."""
+    def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
+        """See `StepHook.before_forward`."""
         for router in self._routers.values():
-            router.begin_step(divisor)
+            router.begin_step(inputs.tokens / inputs.loss_scale)
+
+    def after_backward(self) -> None:
+        """See `StepHook.after_backward`."""
+        self.measured = self._measure()
+
+    def after_update(self, result: StepResult) -> None:
+        """Update biases and previous loads, unless the step was rejected."""
+        if self.measured is not None:
+            for router, row in zip(self._routers.values(), self.measured, strict=True):
+                router.finish_step(row[: self.sizes.count], result.accept)
 
     def forget(self) -> None:
         """Forget a forward that is not part of the step."""
         for router in self._routers.values():
             router.reset_counts()
 
-    def measure(self) -> Tensor | None:
+    def _measure(self) -> Tensor | None:
         """Sum over the global batch what this rank's routers counted, with one all-reduce.
 
         [blocks, E + 3] in float64, which counts exactly: selections of each expert, and
@@ -74,15 +85,9 @@ class ExpertLoad:
             all_reduce_sum(self._mesh.tp, total)
         return all_reduce_sum(self._mesh.fsdp, total)
 
-    def update(self, measured: Tensor | None, accept: Tensor | None) -> None:
-        """Update biases and previous loads by a result of `measure`, unless `accept` is False."""
-        if measured is not None:
-            for router, row in zip(self._routers.values(), measured, strict=True):
-                router.finish_step(row[: self.sizes.count], accept)
-
-    def statistics(self, measured: Tensor | None, tokens: int) -> LoadStatistics:
-        """Statistics of a step of `tokens` tokens from a result of `measure`; a collective."""
-        rows = self._of_all_blocks(measured, self.sizes.count + len(SUMS))
+    def statistics(self, tokens: int) -> LoadStatistics:
+        """Statistics of the latest step, which had `tokens` tokens; a collective."""
+        rows = self._of_all_blocks(self.measured, self.sizes.count + len(SUMS))
         rows = rows[rows.any(1)].cpu()  # not every block has experts
         counts, sums = rows[:, : self.sizes.count], rows[:, self.sizes.count :] / tokens
         aux_loss, z_loss, entropy = sums.sum(0).tolist()
@@ -123,3 +128,20 @@ class ExpertLoad:
         if own is not None:
             rows[list(self._routers)] = own
         return all_reduce_sum(self._mesh.pp, rows)
+
+
+def build_expert_load(metered: MeteredRun) -> Meter | None:
+    """Write the event `expert_load` for every step that has a step line."""
+    load, freq = metered.run.state.parts.get("expert_load"), metered.metrics.log_freq
+    if not isinstance(load, ExpertLoad):
+        return None
+
+    def write(info: StepInfo) -> None:
+        statistics = load.statistics(info.result.tokens)
+        if not info.result.skipped:
+            metered.run.sinks.event(info.step, "expert_load", **statistics._asdict())
+
+    def is_due(info: StepInfo) -> bool:
+        return info.step == 1 or info.step % freq == 0 or info.ends_run
+
+    return Meter(PeriodicAction("log", is_due, write, needs_accepted=True), load)

@@ -11,8 +11,9 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -25,10 +26,9 @@ from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.distributed.tensors import local_shard
 from titanlite.errors import ReplicaMismatch
-from titanlite.metrics import MetricSinks
+from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.settings import Range
-from titanlite.training.bit_hash import hash_bits
-from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.periodic import PeriodicAction, StepInfo, report_save
 from titanlite.training.state import TrainState
 
 # Values are grouped by the dimensions of the mesh over which they may differ: each pipeline rank
@@ -41,6 +41,10 @@ SHARDINGS = (
     (),
 )
 MAX_FINDINGS = 8  # reported at a time
+ROW = 1 << 16  # elements that are multiplied by the same factors, row after row
+ROWS = {"cuda": 64, "cpu": 1}  # at a time: temporary memory of 32 MiB on a GPU; a CPU's cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by element size
+_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
 @dataclass(frozen=True)
@@ -128,24 +132,20 @@ class ReplicaCheck:
         return {dimension: group for dimension, group in groups.items() if group.size() > 1}
 
 
-def check_replicas(
-    check: ReplicaCheck,
-    config: ReplicaCheckConfig,
-    sinks: MetricSinks,
-    is_saving: Callable[[StepInfo], bool],
-    finish_save: Callable[[], None],
-) -> PeriodicAction:
-    """Check every `freq` steps and before each save; goes before `save_checkpoints`.
+def build_replica_check(metered: MeteredRun) -> Meter | None:
+    """Check every `replica_check.freq` steps and before each save."""
+    run, config = metered.run, metered.replica_check
+    mesh, saves = run.step_settings.mesh, run.checkpointer
+    if not config.freq or mesh.degrees.ranks == 1:
+        return None
+    check = ReplicaCheck(run.state, mesh)
 
-    `finish_save` is called before the run is ended, with the save of an earlier step in flight.
-    """
-
-    def run(info: StepInfo) -> None:
+    def compare(info: StepInfo) -> None:
         findings = check.find()
         for finding in findings:
-            sinks.event(info.step, "replica_mismatch", **finding._asdict())
+            run.sinks.event(info.step, "replica_mismatch", **finding._asdict())
         if findings and config.action == "stop":
-            finish_save()
+            report_save(saves.wait(), saves, run.sinks)  # of an earlier step
             raise ReplicaMismatch(
                 f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
                 fix="This state was not saved. A device or its memory computed or stored a wrong"
@@ -154,9 +154,9 @@ def check_replicas(
             ).mark_on_all_ranks()
 
     def is_due(info: StepInfo) -> bool:
-        return info.step % config.freq == 0 or is_saving(info)
+        return info.step % config.freq == 0 or saves.due(info.step, info.ends_run)
 
-    return PeriodicAction("replica check", is_due, run, needs_accepted=True)
+    return Meter(PeriodicAction("replica check", is_due, compare, needs_accepted=True))
 
 
 def _hash_text(text: str) -> Tensor:
@@ -240,3 +240,48 @@ def _first_difference(hashes: dict[int, dict[str, int]]) -> str:
     """The first name whose hash differs between ranks."""
     names: Iterable[str] = dict.fromkeys(name for values in hashes.values() for name in values)
     return next(name for name in names if len({v.get(name) for v in hashes.values()}) > 1)
+
+
+@torch.no_grad()
+def hash_bits(tensor: Tensor) -> Tensor:
+    """The hash of a plain tensor, a 0-d int64 on its device; does not wait for the device.
+
+    The sum, modulo 2^64, of the elements' bits as integers, each times two odd pseudorandom
+    numbers: of its row and of its place in the row. Odd factors are invertible, so any change of
+    one element changes the hash. A change of several is missed with a probability of about 2^-32.
+    """
+    bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    if not bits.numel():  # other ranks have all of it
+        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    factors = _row_factors(bits.device)
+    chunk = ROW * ROWS[bits.device.type]
+    sums = []
+    for part in bits.split(chunk):
+        whole = part.numel() // ROW * ROW
+        if whole:
+            sums.append((part[:whole].view(-1, ROW) * factors).sum(1))
+        if whole < part.numel():
+            sums.append((part[whole:] * factors[: part.numel() - whole]).sum().view(1))
+    rows = torch.cat(sums)
+    return (rows * _odd_factors(1 << 40, rows.numel(), rows.device)).sum()
+
+
+@cache
+def _row_factors(device: torch.device) -> Tensor:
+    return _odd_factors(0, ROW, device)
+
+
+def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
+    """Pseudorandom odd numbers for the positions from `start` on: SplitMix64 of the position.
+
+    https://doi.org/10.1145/2660193.2660195; the arithmetic wraps around, as torch's does.
+    """
+    mixed = torch.arange(start + 1, start + 1 + count, device=device).mul_(_GOLDEN)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        mixed.bitwise_xor_(_shift_right(mixed, shift)).mul_(factor)
+    return mixed.bitwise_xor_(_shift_right(mixed, 31)).bitwise_or_(1)
+
+
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """A logical shift; torch's >> is arithmetic, and copies the sign bit."""
+    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)

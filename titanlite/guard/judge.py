@@ -1,8 +1,10 @@
-"""Judge each step on the device, before the update, without waiting for the device."""
+"""Judge each step on the device, before the update; the host learns of a rejected step later."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.collectives import all_reduce_min
-from titanlite.training.guard.config import MIN_WINDOW_STEPS, GuardConfig
-from titanlite.training.guard.history import History, ViolationReason
+from titanlite.guard.config import MIN_WINDOW_STEPS, GuardConfig
+from titanlite.guard.history import History, ViolationReason
+from titanlite.training.state import HostState
+from titanlite.training.step import StepResult
 
 # Standard deviation of independent normal values, per median absolute difference of two of them.
 DIFFERENCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
@@ -19,9 +23,6 @@ MIN_DEVIATIONS = (0.02, 0.5)
 # of the logarithm of loss and gradient norm. A loss that hardly changes has a deviation of almost
 # 0. Gradient norms have heavy tails: in 20 healthy runs up to 13 times the median. With
 # the default threshold a spike of the norm is above 20 times; less is clipped.
-
-
-NO_HISTORY: dict[str, Any] = {"history": {}, "window": [[], []]}  # state of a judge at the start
 
 
 class StepJudge:
@@ -94,8 +95,9 @@ class StepJudge:
         window = self._window[:, ~self._window[0].isnan()].tolist()
         return {"history": self.history.state(), "window": window}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; raises some exception if that is not valid."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state` returned, or the start (None); raises an exception if not valid."""
+        state = {"history": {}, "window": [[], []]} if state is None else state
         history = History(**state["history"])
         counts = (history.last_step, history.in_a_row, *history.hardware_faults.values())
         if not all(type(count) is int for count in counts) or len(state["window"]) != 2:
@@ -144,3 +146,68 @@ def _median(rows: Tensor) -> Tensor:
     # index of the last value after sorting, which puts NaN behind all others
     last = (~rows.isnan()).sum(1, keepdim=True) - 1
     return rows.sort(1).values.gather(1, last.clamp(min=0) // 2).squeeze(1)
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A judged step."""
+
+    step: int  # counted from 1
+    before: HostState
+    result: StepResult
+    accept: Tensor  # 0-d bool on the device
+
+
+class PendingSteps:
+    """The steps after the last one that the host knows to be accepted.
+
+    A rejected step rejects the steps after it, too, so the flag of the latest step is enough. It
+    is copied to the host asynchronously, one copy at a time.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[PendingStep] = deque()
+        self._rejected = False
+        self._flag: Tensor | None = None  # in pinned memory: whether `_flag_step` was accepted
+        self._flag_step = 0
+        self._flag_copied: torch.cuda.Event | None = None  # while a copy is in flight
+
+    def add(self, step: int, before: HostState, result: StepResult) -> None:
+        """Add the latest step; does not wait for the device."""
+        accept = result.accept
+        if accept is None:  # not judged: float16 gradients overflowed, or there is no judge
+            return
+        self._steps.append(PendingStep(step, before, result, accept))
+        if not accept.is_cuda:
+            self._settle(step, bool(accept))
+        elif self._flag_copied is None:
+            if self._flag is None:
+                self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag.copy_(accept, non_blocking=True)
+            self._flag_step, self._flag_copied = step, torch.cuda.Event()
+            self._flag_copied.record()
+
+    def poll(self) -> bool:
+        """Whether a rejected step is known so far; does not wait for the device."""
+        if self._flag is not None and self._flag_copied is not None and self._flag_copied.query():
+            self._flag_copied = None
+            self._settle(self._flag_step, bool(self._flag))
+        return self._rejected
+
+    def wait(self) -> bool:
+        """Whether any step so far was rejected; waits for the device."""
+        if self._steps:
+            self._settle(self._steps[-1].step, bool(self._steps[-1].accept))
+        return self._rejected
+
+    def take_rejected(self) -> tuple[PendingStep | None, int]:
+        """(first rejected step, number of judged steps from it on); clears the pending steps."""
+        rejected = [pending for pending in self._steps if not pending.accept]
+        self._steps.clear()
+        self._rejected, self._flag_copied = False, None
+        return (rejected[0] if rejected else None), len(rejected)
+
+    def _settle(self, step: int, accepted: bool) -> None:
+        self._rejected |= not accepted
+        while accepted and self._steps and self._steps[0].step <= step:
+            self._steps.popleft()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titanlite.errors import ConfigError
+from titanlite.guard.rollback import RollbackPolicy
 from titanlite.settings import Positive, Range
-from titanlite.training.rollback import RollbackPolicy
 
 MIN_WINDOW_STEPS = 16  # accepted steps before a value can be a spike
 

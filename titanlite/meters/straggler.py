@@ -26,7 +26,8 @@ from torch import Tensor
 
 from titanlite.distributed.mesh import Degrees, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
-from titanlite.metrics import MetricSinks, PhaseTimer
+from titanlite.meters.metered_run import Meter, MeteredRun
+from titanlite.metrics import PhaseTimer
 from titanlite.settings import Range
 from titanlite.training.periodic import PeriodicAction, StepInfo
 
@@ -132,17 +133,25 @@ def compare_ranks(
     return sorted(slow, key=lambda rank: -rank.z_score)[:MAX_REPORTED]
 
 
-def report_stragglers(meter: StragglerMeter, sinks: MetricSinks, freq: int) -> PeriodicAction:
-    """Write the event `straggler` for each slow rank, every `freq` steps."""
+def build_straggler_report(metered: MeteredRun) -> Meter | None:
+    """Write the event `straggler` for each slow rank, every `straggler.freq` steps."""
+    run, config = metered.run, metered.straggler
+    degrees = run.step_settings.mesh.degrees
+    if not config.freq or degrees.ranks == 1:
+        return None
+    self_test = SelfTest(metered.sharded.compute_dtype, run.device)
+    meter = StragglerMeter(degrees, self_test, config.threshold, run.state.step)
+    run.meter.add_timers(meter.timers)
 
-    def run(info: StepInfo) -> None:
+    def report(info: StepInfo) -> None:
         for slow in meter.compare(info.step):
-            sinks.event(info.step, "straggler", **slow._asdict())
+            run.sinks.event(info.step, "straggler", **slow._asdict())
 
     def is_due(info: StepInfo) -> bool:
-        return info.step % freq == 0
+        return info.step % config.freq == 0
 
-    return PeriodicAction("straggler report", is_due, run, start_again=meter.start_again)
+    action = PeriodicAction("straggler report", is_due, report, start_again=meter.start_again)
+    return Meter(action)
 
 
 class SelfTest:

@@ -1,0 +1,299 @@
+"""Roll-back: load an earlier checkpoint into the running process, and skip samples.
+
+What is loaded and skipped is a pure function of the run's progress. Nothing depends on when the
+trouble was noticed, on the time, or on what an earlier process of the run did: until the next save,
+a restart loads one of the checkpoints from before the roll-back, meets the same trouble, and takes
+the same decision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.data import PositionWindow
+from titanlite.distributed.collectives import run_on_rank_0
+from titanlite.errors import TrainingDiverged
+from titanlite.files import write_file_atomically
+from titanlite.log import logger
+from titanlite.metrics import MetricSinks
+from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
+from titanlite.training.periodic import report_save
+from titanlite.training.state import Counters, TrainState
+
+REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, if a roll-back was not possible
+
+
+@dataclass(frozen=True)
+class RollbackPolicy:
+    """The settings of [guard] that decide what a run does after a roll-back."""
+
+    steps: int  # of the first window, before the trouble and after it
+    lr_factor: float  # of the learning rate in the window; 0: the window is skipped
+    max_tries: int  # for one trouble
+
+    @property
+    def longest_steps(self) -> int:
+        """Steps before the trouble at which the largest window starts."""
+        return self.steps << (self.max_tries - 1)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The step that caused a roll-back."""
+
+    step: int  # counted from 1
+    position: int  # first position that it consumed
+    samples: int  # that it consumed
+    reason: str  # one line with values
+
+
+@dataclass(frozen=True)
+class RollbackTry:
+    """A roll-back: its trouble, and what the run does with the positions around it."""
+
+    number: int  # of this try for the same trouble, from 1
+    trouble: Trouble
+    window: PositionWindow
+
+    def __str__(self) -> str:
+        window, factor = self.window, self.window.lr_factor
+        action = f"trained with learning rate x {factor:g}" if factor else "skipped"
+        return (
+            f"try {self.number}: step {self.trouble.step}, samples {self.trouble.position}…"
+            f"{self.trouble.position + self.trouble.samples - 1}: {self.trouble.reason};"
+            f" samples {window.start}…{window.end - 1} {action}"
+        )
+
+
+@dataclass(frozen=True)
+class RollbackHistory:
+    """The roll-backs of a run, oldest first. Checkpoints store it."""
+
+    tries: tuple[RollbackTry, ...] = ()
+
+    @cached_property
+    def windows(self) -> tuple[PositionWindow, ...]:
+        """The windows in force: of each trouble, that of its last try."""
+        following = [later.number for later in self.tries[1:]]
+        last = [number == 1 for number in following] + [True] * bool(self.tries)
+        return tuple(t.window for t, is_last in zip(self.tries, last, strict=True) if is_last)
+
+    def tries_for(self, trouble: Trouble) -> tuple[RollbackTry, ...]:
+        """The tries for the same trouble so far; empty if `trouble` is a new one.
+
+        It is new once the run has trained as many samples after the last window as the window
+        has. By then the run is past the earlier trouble, so it cannot roll back forever.
+        """
+        if not self.tries:
+            return ()
+        latest = self.tries[-1]
+        if trouble.position >= 2 * latest.window.end - latest.window.start:
+            return ()
+        return self.tries[len(self.tries) - latest.number :]
+
+    def next_try(self, trouble: Trouble, policy: RollbackPolicy) -> RollbackTry | None:
+        """The next try; None if all tries for this trouble have failed.
+
+        Each try has a window of twice the size, and with `lr_factor` a learning rate that is lower
+        by that factor again. With the default `steps`, the first window has 201 batches: 100 before
+        the trouble, its own, and 100 after it. PaLM's training skipped 200 to 500 batches by hand,
+        from a checkpoint about 100 steps before the spike (https://arxiv.org/abs/2204.02311,
+        section 5.1).
+        """
+        earlier = self.tries_for(trouble)
+        if len(earlier) >= policy.max_tries:
+            return None
+        first = earlier[0].trouble if earlier else trouble
+        margin = (policy.steps << len(earlier)) * trouble.samples
+        window = PositionWindow(
+            max(0, first.position - margin),
+            trouble.position + trouble.samples + margin,
+            policy.lr_factor ** (len(earlier) + 1),
+        )
+        return RollbackTry(len(earlier) + 1, trouble, window)
+
+    def with_try(self, attempt: RollbackTry) -> RollbackHistory:
+        """The history after `attempt`."""
+        return RollbackHistory((*self.tries, attempt))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The history as JSON values."""
+        return [asdict(attempt) for attempt in self.tries]
+
+    @classmethod
+    def from_json(cls, entries: Sequence[dict[str, Any]]) -> RollbackHistory:
+        """The history that `to_json` wrote; raises ValueError, TypeError or KeyError for others."""
+        tries = [
+            RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
+            for e in entries
+        ]
+        for number, attempt in enumerate(tries):
+            _check_try(attempt, tries[number - 1].number if number else 0)
+        return cls(tuple(tries))
+
+
+def _check_try(attempt: RollbackTry, number_before: int) -> None:
+    """Raise ValueError for a try that `RollbackHistory.next_try` does not return."""
+    trouble, window = attempt.trouble, attempt.window
+    counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
+    is_valid = (
+        all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+        and attempt.number in (1, number_before + 1)
+        and window.start < window.end
+        and type(trouble.reason) is str
+        and 0 <= window.lr_factor < 1  # not NaN
+    )
+    if not is_valid:
+        raise ValueError(f"{attempt} is not a roll-back")
+
+
+def steps_to_roll_back_to(
+    positions: dict[int, int], attempt: RollbackTry, first: Trouble, interval: int
+) -> list[int]:
+    """Steps of the checkpoints to roll back to, in order of preference.
+
+    `positions` are those of the checkpoints, by step. Preferred is the newest one from before the
+    window: the run then repeats what it did up to the window, so that the result does not depend on
+    which one it is. Where no checkpoint is that old, the oldest one from before the `first` trouble
+    is used: one of a multiple of `interval`, because others are there only if the run was stopped.
+    """
+    old = [step for step, position in positions.items() if position <= attempt.window.start]
+    later = [
+        step
+        for step, position in positions.items()
+        if attempt.window.start < position <= first.position and step % interval == 0
+    ]
+    return sorted(old, reverse=True) + sorted(later)
+
+
+class SavedRollbacks:
+    """The history of roll-backs, a part of the training state; sets the windows of `counters`."""
+
+    def __init__(self, counters: Counters):
+        self.history, self._counters = RollbackHistory(), counters
+
+    def record(self, history: RollbackHistory) -> None:
+        """Replace the history, by one with one more entry or that of a checkpoint."""
+        self.history = history
+        self._counters.set_windows(history.windows)
+
+    def state(self) -> list[dict[str, Any]] | None:
+        """The history as JSON values; None if it is empty."""
+        return self.history.to_json() or None
+
+    def restore(self, state: list[dict[str, Any]] | None) -> None:
+        """Restore what `state` returned."""
+        self.record(RollbackHistory.from_json(state or []))
+
+
+@dataclass(frozen=True)
+class CheckpointRollback:
+    """Rolls a run back to an earlier checkpoint."""
+
+    policy: RollbackPolicy
+    past: SavedRollbacks
+    state: TrainState
+    checkpointer: Checkpointer
+    sinks: MetricSinks
+    watchdog: HeartbeatWatchdog
+    lock: RunFolderLock
+    load: Callable[[FoundCheckpoint], None]
+    # reads a checkpoint of this run into `state`, and sets aside the later ones
+
+    def roll_back(self, trouble: Trouble) -> None:
+        """Continue `state` from a checkpoint from before the trouble. Collective.
+
+        Raises TrainingDiverged on every rank if all tries have failed, or no checkpoint is old
+        enough. The caller opens its batches again.
+        """
+        self.watchdog.set_phase(trouble.step, "save")
+        report_save(self.checkpointer.wait(), self.checkpointer, self.sinks)
+        self.watchdog.set_phase(trouble.step, "load")
+        history = self.past.history
+        attempt = history.next_try(trouble, self.policy)
+        if attempt is None:
+            self._give_up(history, trouble, f"all {self.policy.max_tries} tries have failed")
+        found, refused = self._find_checkpoint(history, attempt)
+        if found is None:
+            self._report_refused(trouble.step, refused)
+            self._give_up(history, trouble, "there is no valid checkpoint from before it")
+        self.state.optimizer.zero_grad()  # of the step that caused the trouble
+        self.load(found)
+        self.past.record(history.with_try(attempt))
+        # All ranks wait in phase "load", with the time limit of a disk: it rewrites metrics.jsonl.
+        run_on_rank_0(lambda: self._report(found, refused, attempt), self.checkpointer.group)
+        self.watchdog.set_phase(self.state.step, "start")
+
+    def _find_checkpoint(
+        self, history: RollbackHistory, attempt: RollbackTry
+    ) -> tuple[FoundCheckpoint | None, list[str]]:
+        """(the checkpoint to roll back to, why others were refused)."""
+        tries = (*history.tries_for(attempt.trouble), attempt)
+        has_state = any(self.state.optimizer.state.values())  # plain SGD has none
+        positions, damaged = self.checkpointer.positions(with_optimizer=has_state)
+        interval = self.checkpointer.config.interval
+        steps = steps_to_roll_back_to(positions, attempt, tries[0].trouble, interval)
+        found, refused = self.checkpointer.find_first_valid(steps)
+        return found, [*damaged, *refused]
+
+    def _report_refused(self, step: int, refused: list[str]) -> None:
+        for reason in refused:
+            self.sinks.event(step, "checkpoint_refused", reason=reason)
+
+    def _report(self, found: FoundCheckpoint, refused: list[str], attempt: RollbackTry) -> None:
+        """Write the event, to the log and the start log too; on rank 0."""
+        trouble, window, step = attempt.trouble, attempt.window, self.state.step
+        number = len(self.past.history.tries)
+        self.sinks.roll_back(step, rollbacks=number - 1)
+        self._report_refused(step, refused)
+        self.sinks.event(
+            step,
+            "rolled_back",
+            number=number,
+            from_step=trouble.step,
+            attempt=attempt.number,
+            reason=trouble.reason,
+            path=str(found.folder),
+            first_sample=window.start,
+            last_sample=window.end - 1,
+            lr_factor=window.lr_factor,
+        )
+        self.lock.record_rollback(trouble.step, step, trouble.reason)
+
+    def _give_up(self, history: RollbackHistory, trouble: Trouble, why: str) -> NoReturn:
+        """End the run with exit code 3, and a report of what was tried."""
+        tries = history.tries_for(trouble)
+        report = self.lock.folder / "guard" / REPORT_FILE
+        if dist.get_rank() == 0:
+            _write_report(report, trouble, why, tries)
+        self.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
+        lines = "".join(f"\n    {attempt}" for attempt in tries)
+        raise TrainingDiverged(
+            f"training diverged at step {trouble.step} ({trouble.reason}), and {why}.{lines}\n ",
+            fix=f"The report is in {report}. Look at the samples of these steps. To go on: raise"
+            " guard.rollback_tries or guard.rollback_steps, lower optimizer.lr, or resume from an"
+            " older checkpoint (checkpoint.load_step). The same command without a change repeats"
+            " these tries.",
+        ).mark_on_all_ranks()
+
+
+def _write_report(path: Path, trouble: Trouble, why: str, tries: tuple[RollbackTry, ...]) -> None:
+    content = {
+        "step": trouble.step,
+        "reason": trouble.reason,
+        "ended_because": why,
+        "tries": RollbackHistory(tries).to_json(),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file_atomically(path, json.dumps(content, indent=1).encode())
+    except OSError as error:  # must not hide why the run ends
+        logger.warning("%s: %s", path, error.strerror or error)

@@ -1,0 +1,77 @@
+"""The periodic actions of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from titanlite.data import SampleStream, ValidationSet
+from titanlite.distributed.process_group import set_collective_timeouts
+from titanlite.job.data import gather_data_progress
+from titanlite.job.job import Job
+from titanlite.log import logger
+from titanlite.metrics import Profiler
+from titanlite.parallelize.compile import describe_compilation
+from titanlite.training import periodic
+from titanlite.training.periodic import PeriodicAction
+from titanlite.training.run import Run
+from titanlite.training.validation import ValidationResult, validate, validation_samples
+
+
+def build_periodic_actions(
+    job: Job,
+    run: Run,
+    validation_sets: list[ValidationSet],
+    profilers: Mapping[str, Profiler],
+    stream: SampleStream,
+) -> tuple[PeriodicAction, ...]:
+    """The actions after a step, in this order. Add a periodic action here."""
+    config, state, sinks = job.config, run.state, run.sinks
+
+    def set_timeouts(name: str) -> None:
+        seconds = getattr(config.comm, name)
+        set_collective_timeouts(seconds, excluded=run.checkpointer.group)
+        run.watchdog.set_timeout(seconds, f"comm.{name}")
+
+    validated = False
+
+    def validate_all(step: int) -> dict[str, ValidationResult]:
+        nonlocal validated
+        first, validated, results = not validated, True, {}
+        if first:  # compiles graphs of its own
+            set_timeouts("init_timeout_seconds")
+        for data in validation_sets:
+            results[data.name] = validate(
+                run.engine,
+                data,
+                validation_samples(config.validation, data, job.global_batch),
+                config.validation.local_batch_size,
+                run.step_settings.mesh,
+                run.device,
+                partial(run.watchdog.set_phase, step),
+            )
+        if first:
+            set_timeouts("train_timeout_seconds")
+        return results
+
+    def finish_start() -> None:
+        """Shorten the timeouts after the first step, which compiles and allocates."""
+        if config.compiles:
+            logger.info("%s", describe_compilation())
+        set_timeouts("train_timeout_seconds")
+
+    validation = periodic.run_validation(
+        validate_all, sinks, config.validation.freq, run.config.steps
+    )
+    return (
+        periodic.log_skipped_steps(state, sinks),
+        periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
+        periodic.report_finished_save(run.checkpointer, sinks),
+        periodic.save_checkpoints(
+            state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
+        ),
+        *([validation] if validation_sets else []),  # after the save, which it may delay
+        periodic.collect_garbage(config.training.gc_freq),
+        periodic.after_first_step(finish_start),
+        *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
+    )

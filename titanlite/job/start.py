@@ -1,0 +1,167 @@
+"""What a run does once, when it starts: restore a checkpoint, and report what it will do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.data import SampleStream
+from titanlite.distributed.collectives import gather_from_all_ranks
+from titanlite.distributed.process_group import RankContext
+from titanlite.errors import CheckpointError, ConfigError
+from titanlite.job.config import JobConfig, changed_settings
+from titanlite.job.data import check_stream_length, log_mixture, open_job_stream, open_job_tokenizer
+from titanlite.job.job import Job
+from titanlite.log import logger
+from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter, measure_matmul_flops
+from titanlite.training.state import Counters, TrainState
+
+
+def log_start(job: Job, rank: int) -> None:
+    """On rank 0, print the configuration if job.print_config, and log warnings; log a check."""
+    if rank == 0:
+        if job.config.job.print_config:
+            print(job.as_toml())
+        for warning in job.warnings:
+            logger.warning("%s", warning)
+    if job.config.job.check:
+        if rank == 0:
+            _log_mixture(job)
+        logger.info("every check passed for %s", job.degrees)
+
+
+def _log_mixture(job: Job) -> None:
+    """Log what the run would read; raises ConfigError if the sources do not suffice."""
+    tokenizer = open_job_tokenizer(job.config)
+    stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
+    assert stream is not None, "checked: data.sources is not empty"
+    steps = job.config.training.steps
+    check_stream_length(stream, job.batches, steps)
+    log_mixture(stream, job.batches, steps, Counters())
+
+
+def restore(
+    job: Job,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    stream: SampleStream,
+    found: FoundCheckpoint,
+    *,
+    completely: bool = False,
+) -> None:
+    """Load a checkpoint into the training state, and set aside later checkpoints of the run.
+
+    `completely`: ignore checkpoint.exclude_from_loading, which applies to starts only.
+    """
+    progress = checkpointer.load(
+        found,
+        state.model,
+        state.optimizer,
+        job.properties_to_check(stream),
+        finished_at=job.config.training.steps,
+        completely=completely,
+    )
+    if progress:  # None if only the weights of another run were loaded
+        restore_progress(state, progress, found)
+        stream.restore_lanes(progress.get("lanes", {}))
+        checkpointer.set_aside_later_steps(state.step)
+
+
+def restore_progress(state: TrainState, progress: dict[str, Any], found: FoundCheckpoint) -> None:
+    """Restore the progress of a checkpoint, which may be damaged or crafted."""
+    try:
+        state.restore(progress)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{found.folder}: its progress is not valid ({e!r:.200}).",
+            fix="Use an earlier checkpoint (checkpoint.load_step).",
+        ).mark_on_all_ranks() from None
+
+
+def report_start(
+    job: Job, state: TrainState, found: FoundCheckpoint | None, sinks: MetricSinks
+) -> None:
+    """Write events for the checkpoint that the run resumes from and those that were refused."""
+    if found:
+        for reason in found.refused:
+            sinks.event(state.step, "checkpoint_refused", reason=reason)
+        event = "loaded" if found.initial else "resumed"
+        sinks.event(state.step, event, path=str(found.folder), position=state.position)
+        initial = found.initial and job.config.checkpoint.initial_load_model_only
+        saved = found.manifest.job if found.manifest and not initial else {}
+        if changes := changed_settings(saved, job.config):
+            text = ", ".join(f"{k} {old!r:.80} -> {new!r:.80}" for k, (old, new) in changes.items())
+            logger.info("changed since the checkpoint: %s", text)
+            sinks.event(state.step, "settings_changed", changes=changes)
+    steps = job.config.training.steps
+    if state.step >= steps:
+        logger.info("all %d steps are done; set a larger training.steps to continue", steps)
+
+
+def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
+    """The throughput meter; logs the job's summary, which shows the peak that it found."""
+    meter = build_meter(
+        flops_per_token=job.flops_per_token,
+        dtype=job.transforms.compute_dtype,
+        devices=rank.world_size,
+        device=rank.device,
+    )
+    logger.info("%s", job.summary(rank.device, meter.peak_flops))
+    if rank.device.type == "cpu":
+        check_compute_dtypes(job.config.training.mixed_precision_param)
+        warn_if_dtype_is_slow(job, meter, rank)
+    return meter
+
+
+def check_compute_dtypes(own: str) -> None:
+    """Refuse ranks whose "auto" chose different compute dtypes; call it on all ranks together."""
+    dtypes = gather_from_all_ranks(own)
+    if other := next((rank for rank, dtype in enumerate(dtypes) if dtype != dtypes[0]), 0):
+        raise ConfigError(
+            f'training.mixed_precision_param = "auto": rank 0 computes in {dtypes[0]} and rank'
+            f" {other} in {dtypes[other]}, because only one of their CPUs has bfloat16 units.",
+            fix='Set it to "bfloat16" or "float32".',
+        ).mark_on_all_ranks()
+
+
+def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:
+    """Log a warning if this CPU computes faster in float32 than in the compute dtype.
+
+    Call it on all ranks at the same time, because they share the CPU during training, too.
+    """
+    dtype = job.config.training.mixed_precision_param
+    if dtype == "float32" or meter.peak_flops is None:
+        return
+    fp32 = measure_matmul_flops(torch.float32, rank.device)
+    if fp32 > meter.peak_flops:
+        logger.warning(
+            'training.mixed_precision_param = "%s" is slower than "float32" on this CPU: %.3g'
+            " against %.3g TFLOP/s in a matmul. To compute in float32:"
+            " --training.mixed_precision_param float32",
+            dtype,
+            meter.peak_flops / 1e12,
+            fp32 / 1e12,
+        )
+
+
+def advise_on_memory(config: JobConfig, on_gpu: bool) -> list[str]:
+    """Lines for an out-of-memory error: settings that need less memory and are not in use."""
+    training, recompute = config.training, config.activation_checkpoint
+    optimizer, chunk = config.optimizer, config.loss.chunk_tokens
+    half = training.local_batch_size // 2
+    settings = [
+        (half > 0, f"training.local_batch_size = {half} with the same training.global_batch_size"),
+        (recompute.mode != "full", 'activation_checkpoint.mode = "full"'),
+        (chunk == 0 or chunk > 1024, "loss.chunk_tokens = 1024"),
+        (on_gpu and not recompute.offload, "activation_checkpoint.offload = true"),
+        (on_gpu and not optimizer.offload, "optimizer.offload = true"),
+        (True, "more ranks, for FSDP or tensor parallelism"),
+    ]
+    command = "python -m titanlite_planner memory --job.config_file RUN.toml --job.check_ranks N"
+    return [
+        "  settings that need less memory:",
+        *(f"    {text}" for helps, text in settings if helps),
+        f"  how much each saves: {command}",
+    ]

@@ -1,0 +1,193 @@
+"""The gradient noise scale, measured in some steps by one more forward and backward.
+
+B_simple = tr(Sigma) / |G|^2 (https://arxiv.org/abs/1812.06162): Sigma is the covariance of the
+gradients of single sequences, G their mean. Training with batches much smaller than B_simple wastes
+little data, with batches much larger little time.
+
+The large batch is the global batch. The small one is its first half, whatever the layout: so every
+layout measures the same, even if it never has the gradient of a single rank or micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.mesh import Mesh
+from titanlite.labels import IGNORE_INDEX
+from titanlite.meters.expert_load import ExpertLoad
+from titanlite.meters.metered_run import Meter, MeteredRun
+from titanlite.models import valid_tokens
+from titanlite.optim import combine_norms, shard_norms
+from titanlite.training.engine import Engine, SetPhase
+from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepHook, StepInputs, StepResult
+
+DECAY = 0.95  # of the averages, for each measurement
+
+
+class NoiseEstimate(NamedTuple):
+    """Unbiased estimates from one step; noise can make either negative."""
+
+    gradient: float  # |G|^2: square norm of the mean gradient
+    noise: float  # tr(Sigma): variance of the gradient of one sequence
+
+
+def estimate_noise(
+    small_square: float, small_batch: float, large_square: float, large_batch: float
+) -> NoiseEstimate:
+    """Estimates from the square norms of the mean gradients of two batches (appendix A.1).
+
+    The small batch may be a part of the large one; both sizes are in sequences. The variance of a
+    mean gradient is proportional to 1 / labels, so a sequence counts by its share of the labels.
+    """
+    difference = large_batch * large_square - small_batch * small_square
+    return NoiseEstimate(
+        gradient=difference / (large_batch - small_batch),
+        noise=(small_square - large_square) / (1 / small_batch - 1 / large_batch),
+    )
+
+
+@dataclass
+class NoiseScale:
+    """Separate moving averages of both estimates: an average of their ratios would be biased."""
+
+    decay: float = DECAY
+    gradient: float = 0.0
+    noise: float = 0.0
+    weight: float = 0.0  # of all measurements in the averages, which start at 0
+
+    def update(self, estimate: NoiseEstimate) -> None:
+        """Add the estimates of one step."""
+        self.gradient = self._average(self.gradient, estimate.gradient)
+        self.noise = self._average(self.noise, estimate.noise)
+        self.weight = self._average(self.weight, 1.0)
+
+    def _average(self, average: float, value: float) -> float:
+        return self.decay * average + (1 - self.decay) * value
+
+    @property
+    def mean(self) -> NoiseEstimate:
+        """The averages without the bias of their start; after one `update` or more."""
+        return NoiseEstimate(self.gradient / self.weight, self.noise / self.weight)
+
+    @property
+    def critical_batch(self) -> float | None:
+        """B_simple in sequences; None while noise makes an average negative or 0."""
+        if self.gradient <= 0 or self.noise <= 0:
+            return None
+        return self.noise / self.gradient
+
+    def state(self) -> dict[str, Any]:
+        """The averages as JSON values."""
+        return {"gradient": self.gradient, "noise": self.noise, "weight": self.weight}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore the averages that `state` returned; None: those at the start."""
+        state = NoiseScale().state() if state is None else state
+        self.gradient, self.noise, self.weight = state["gradient"], state["noise"], state["weight"]
+
+
+class Measurement(NamedTuple):
+    """The small batch of a step that was measured."""
+
+    grad_norm: Tensor  # 0-d: 2-norm of its mean gradient, on the device
+    share: Tensor  # 0-d: its share of the valid labels of the large batch, on the device
+    global_batch: int  # sequences of the large batch
+    seq_len: int  # tokens of a sequence
+
+
+class NoiseMeter(StepHook):
+    """In an armed step, first computes the gradient of the small batch.
+
+    That is one more forward and backward, in which the labels of the other half are ignored; the
+    balancing losses of experts, which have no labels, are those of the large batch. The gradient is
+    freed before that of the step is computed, so the result of the step is bit-equal to that of a
+    step without the measurement.
+    """
+
+    def __init__(self, engine: Engine, state: TrainState, mesh: Mesh):
+        self._engine, self._state, self._mesh = engine, state, mesh
+        self._armed = False
+        self._measurement: Measurement | None = None
+
+    def arm(self) -> None:
+        """Measure the next step."""
+        self._armed = True
+
+    def take(self) -> Measurement | None:
+        """The measurement of the armed step, once; None if there was none."""
+        measurement, self._measurement, self._armed = self._measurement, None, False
+        return measurement
+
+    def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
+        """See `StepHook.before_forward`."""
+        if self._armed:
+            self._armed = False
+            self._measurement = self._measure(inputs, set_phase)
+
+    def _measure(self, inputs: StepInputs, set_phase: SetPhase) -> Measurement:
+        batch, scale = inputs.batch, inputs.loss_scale
+        own, seq_len = batch.labels.shape
+        global_batch = own * self._mesh.batch.size()
+        small_batch = global_batch // 2
+        if not small_batch:
+            return Measurement(torch.zeros(()), torch.zeros(()), global_batch, seq_len)
+        own_small = min(max(small_batch - own * self._mesh.batch_rank, 0), own)
+        labels = batch.labels.clone()
+        labels[own_small:] = IGNORE_INDEX
+        valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels))
+        divisor = valid.clamp(min=1) / scale
+        self._engine.forward_backward(replace(batch, labels=labels), divisor, set_phase)
+        parameters = list(self._state.model.parameters())
+        grads = [parameter.grad for parameter in parameters]
+        norms = iter(shard_norms([grad for grad in grads if grad is not None]))
+        each = [None if grad is None else next(norms) for grad in grads]
+        norm = combine_norms(parameters, each, self._mesh).total / scale
+        self._state.optimizer.zero_grad()
+        if isinstance(load := self._state.parts.get("expert_load"), ExpertLoad):
+            load.forget()
+        return Measurement(norm, valid / inputs.valid, global_batch, seq_len)
+
+
+def build_noise_scale(metered: MeteredRun) -> Meter | None:
+    """Write the event `noise_scale` of every `metrics.noise_scale_freq`-th step."""
+    run, average = metered.run, metered.run.state.parts.get("noise_scale")
+    if not isinstance(average, NoiseScale):
+        return None
+    meter = NoiseMeter(run.engine, run.state, run.step_settings.mesh)
+
+    def record(info: StepInfo) -> None:
+        if measurement := meter.take():
+            fields = _fields(measurement, average, info.result)
+            run.sinks.event(info.step, "noise_scale", **fields)
+
+    freq = metered.metrics.noise_scale_freq
+    return Meter(measure_steps("noise scale", freq, meter, record), meter)
+
+
+def _fields(measurement: Measurement, average: NoiseScale, result: StepResult) -> dict[str, Any]:
+    """The fields of the event; waits for the device."""
+    fields: dict[str, Any] = {"critical_batch": None, "critical_batch_tokens": None}
+    if measurement.global_batch == 1:
+        return fields | {"reason": "the global batch has one sequence"}
+    share = measurement.share.item()
+    if not 0 < share < 1:
+        return fields | {"reason": "one half of the global batch has no labels"}
+    small, large = measurement.grad_norm.item(), result.grad_norm.item()
+    if result.skipped or not (math.isfinite(small) and math.isfinite(large)):
+        return fields | {"reason": "a gradient is inf or NaN, or the step was skipped"}
+    large_batch = measurement.global_batch
+    average.update(estimate_noise(small**2, share * large_batch, large**2, large_batch))
+    gradient, noise = average.mean
+    fields |= {"gradient_square": gradient, "noise": noise}
+    if (critical := average.critical_batch) is None:
+        return fields | {"reason": "too few measurements for this much noise"}
+    tokens = critical * measurement.seq_len
+    return fields | {"critical_batch": critical, "critical_batch_tokens": tokens}
