@@ -23,13 +23,15 @@ from torch import Tensor, nn
 
 from benchmarks.expert_model import EXPERT_LLAMA, ExpertLlamaSizes
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
+from titanlite.meters.expert_load import ExpertLoad, LoadStatistics
 from titanlite.models import LLAMA3, ExpertSizes, Llama3Sizes, LoadBalancing, ModelSpec
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import ExpertLoad, StepSettings, TrainState, build_engine, take_step
-from titanlite.training.expert_load import LoadStatistics
+from titanlite.training.engine import build_engine
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepSettings, take_step
 
 ROOT, CPU = Path(__file__).parents[1], torch.device("cpu")
 SEQUENCES, LENGTH = 4, 256

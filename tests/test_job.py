@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from titanlite.job.mixture import log_mixture
 from torch.torch_version import TorchVersion
 
 from conftest import HANG_SECONDS, ROOT
@@ -17,11 +18,10 @@ from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
-from titanlite.job.mixture import log_mixture
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
-from titanlite.training import Counters
+from titanlite.training.state import Counters
 
 
 def error_text(run_toml, *argv, ranks=1) -> str:

@@ -30,7 +30,7 @@ from titanlite.errors import CheckpointError
 from titanlite.log import logger
 from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
-from titanlite.training import Counters
+from titanlite.training.state import Counters
 
 
 def trained(layout: Layout, steps: int = 1):

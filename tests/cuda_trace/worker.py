@@ -20,7 +20,8 @@ from tests.cuda_trace.fake_cuda import DEVICE, Trace, fake_cuda, fake_ranks
 from titanlite.distributed.process_group import RankContext
 from titanlite.job import RunServices, open_run, read_job
 from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
-from titanlite.training import Counters, train
+from titanlite.training.loop import train
+from titanlite.training.state import Counters
 
 
 def trace_run(trace: Trace, job_file: Path, settings: list[str], ranks: int) -> dict[str, Any]:

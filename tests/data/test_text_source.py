@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from titanlite.job.streaming import TokenizingAdvice
 
 from titanlite.data import (
     MixtureConfig,
@@ -27,7 +28,6 @@ from titanlite.data.text_source import TextSource
 from titanlite.data.text_units import TextUnit, assign_units_to_lanes, divide_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import CheckpointError, DataError
-from titanlite.job.streaming import TokenizingAdvice
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 
 BYTES = open_tokenizer("bytes")

@@ -17,18 +17,16 @@ from tests.distributed.oracle import CPU, Layout, Recipe, start_run, tokens
 from titanlite.distributed.collectives import AsyncMax
 from titanlite.distributed.tensors import local_shard
 from titanlite.errors import UserError
+from titanlite.guard.config import GuardConfig
+from titanlite.guard.judge import StepJudge
 from titanlite.optim import LossScale
 from titanlite.parallelize.float8 import Float8Config
-from titanlite.training import (
-    Batch,
-    GuardConfig,
-    Run,
-    StepJudge,
-    StepSettings,
-    TrainState,
-    periodic,
-    train,
-)
+from titanlite.training import periodic
+from titanlite.training.batch import Batch
+from titanlite.training.loop import train
+from titanlite.training.run import Run
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepSettings
 
 ONE_PROCESS = Layout()
 RECIPE = Recipe("AdamW", max_norm=1.0, batch=4, seq_len=32, lr=1e-3)

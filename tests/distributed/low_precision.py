@@ -39,7 +39,7 @@ from titanlite.models import Llama3Sizes, ModelSizes, valid_tokens
 from titanlite.optim import LossScale, OptimizerInBackward
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import StepSettings, take_step
+from titanlite.training.step import StepSettings, take_step
 
 # At least 32 values in every vector: the error of fewer varies too much by chance.
 SIZES = Llama3Sizes(

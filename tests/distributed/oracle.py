@@ -20,6 +20,7 @@ from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
+from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.models.router import NO_BALANCING, LoadBalancing
@@ -43,15 +44,10 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import (
-    Engine,
-    ExpertLoad,
-    StepSettings,
-    TrainState,
-    build_engine,
-    take_step,
-    validate,
-)
+from titanlite.training.engine import Engine, build_engine
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepSettings, take_step
+from titanlite.training.validation import validate
 from titanlite_planner.dry_run.ranks import resting_bytes
 
 FAMILY = FAMILIES["llama3"]

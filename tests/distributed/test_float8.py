@@ -42,7 +42,8 @@ from titanlite.models import ExpertSizes, Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.float8 import Float8Config, torchao
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import StepSettings, take_step, validate
+from titanlite.training.step import StepSettings, take_step
+from titanlite.training.validation import validate
 
 SIZES = Llama3Sizes(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=509, rope_theta=1e4

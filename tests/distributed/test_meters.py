@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from titanlite.training.noise_meter import measure_noise_scale
 
 from tests.distributed.oracle import (
     FAMILY,
@@ -23,11 +24,11 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.labels import IGNORE_INDEX
+from titanlite.meters.layer_norms import KINDS, LayerNorms
 from titanlite.optim import NoiseScale, OptimizerInBackward, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import LayerNorms, NoiseScaleEngine, StepSettings, take_step
-from titanlite.training.layer_norms import KINDS
-from titanlite.training.noise_meter import measure_noise_scale
+from titanlite.training import NoiseScaleEngine
+from titanlite.training.step import StepSettings, take_step
 
 RECIPE = replace(SGD, batch=12, sizes=replace(SGD.sizes, n_layers=4))
 LAYERS = ["tok_embeddings", *(f"layers.{n}" for n in range(4)), "norm", "output"]

@@ -35,7 +35,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import merge_bits
 from titanlite.optim import MatrixFacts, OptimizerConfig, OptimizerSet, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import TrainState
+from titanlite.training.state import TrainState
 
 LAYOUTS = {
     "one": Layout(),

@@ -28,7 +28,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
-from titanlite.training import StepSettings, take_step
+from titanlite.training.step import StepSettings, take_step
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 # Of gradients: by FSDP, over replicas, and of weights that tensor parallel replicates. Tensor

@@ -11,8 +11,7 @@ import torch
 from tests.distributed.oracle import ADAMW, Layout, Record, run_until, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
-from titanlite.training.bit_hash import ROW, ROWS, hash_bits
-from titanlite.training.replica_check import ReplicaCheck, find_differing_ranks
+from titanlite.meters.replica_check import ROW, ROWS, ReplicaCheck, find_differing_ranks, hash_bits
 
 RECIPE = replace(ADAMW, batch=12, steps=2)
 WEIGHT = "layers.1.feed_forward.w2.weight"

@@ -24,7 +24,7 @@ from titanlite.data import (
 from titanlite.data.shards import open_corpus
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import ValidationResult, validate
+from titanlite.training.validation import ValidationResult, validate
 
 SEQ_LEN = 52  # of validation; unrelated to the length of the corpus
 SAMPLES = 37  # not a multiple of any layout's ranks times batch size

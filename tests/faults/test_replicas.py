@@ -11,8 +11,8 @@ import pytest
 
 from tests.faults.launch import LaunchedRun, events_of
 from titanlite.errors import EXIT_DIVERGED, ReplicaMismatch
-from titanlite.training import ReplicaCheckConfig, check_replicas
-from titanlite.training.replica_check import ReplicaFinding
+from titanlite.meters.replica_check import ReplicaCheckConfig, ReplicaFinding
+from titanlite.training import check_replicas
 
 SLOW_RANK, DAMAGED_RANK, DAMAGED_STEP = 1, 1, 5
 WEIGHT = "layers.0.feed_forward.w1.weight"

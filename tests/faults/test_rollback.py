@@ -169,7 +169,7 @@ def die(*args, **options) -> None:
 
 def die_at(target: str, *, after: bool, in_call: int, fault: NumericalFault) -> None:
     """Kill this process before or after a call of the function `target`, since the roll-back."""
-    from titanlite.training.checkpoint_rollback import CheckpointRollback
+    from titanlite.guard.rollback import CheckpointRollback
 
     inject(fault)
     calls, roll_back = [-1], CheckpointRollback.roll_back  # -1: not rolled back yet

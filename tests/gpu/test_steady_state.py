@@ -9,21 +9,17 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
+from titanlite.guard.config import GuardConfig
+from titanlite.guard.judge import PendingSteps, StepJudge
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
-from titanlite.training import (
-    GuardConfig,
-    StepJudge,
-    StepSettings,
-    TrainState,
-    build_engine,
-    take_step,
-)
-from titanlite.training.guard.pending import PendingSteps
+from titanlite.training.engine import build_engine
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepSettings, take_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]

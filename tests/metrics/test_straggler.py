@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from titanlite.distributed.mesh import Degrees
+from titanlite.meters.straggler import SelfTest, StragglerMeter, compare_ranks, find_slow
 from titanlite.metrics import PhaseTimer, build_meter
-from titanlite.training.straggler import SelfTest, StragglerMeter, compare_ranks, find_slow
 
 
 def reports(measure: str, values: list[float]) -> list[dict]:

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
+from titanlite.optim.noise_scale import NoiseEstimate
 
 from titanlite.optim import NoiseScale, OptimizerSet, estimate_noise
-from titanlite.optim.noise_scale import NoiseEstimate
-from titanlite.training import TrainState
+from titanlite.training.state import TrainState
 
 ELEMENTS, GRADIENT_SQUARE, NOISE = 1000, 0.25, 40.0  # B_simple is 160 sequences
 

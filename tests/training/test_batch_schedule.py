@@ -10,8 +10,13 @@ import pytest
 
 from titanlite.data import rank_slices
 from titanlite.errors import ConfigError
-from titanlite.training import TrainingConfig, build_batch_schedule, check_batch_size
-from titanlite.training.batch_schedule import BatchSchedule, BatchStage
+from titanlite.training.batch_schedule import (
+    BatchSchedule,
+    BatchStage,
+    build_batch_schedule,
+    check_batch_size,
+)
+from titanlite.training.config import TrainingConfig
 
 
 def ramp(text: str | None, final: int, seq_len: int = 10) -> BatchSchedule:

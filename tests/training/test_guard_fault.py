@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from titanlite.training.guard.handler import ViolationHandler
 
 from titanlite.errors import TrainingDiverged
-from titanlite.training.guard import GuardConfig, History
-from titanlite.training.guard.culprit import Culprit
-from titanlite.training.guard.handler import ViolationHandler
+from titanlite.guard.config import GuardConfig
+from titanlite.guard.culprit import Culprit
+from titanlite.guard.history import History
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from titanlite.training.guard import (
-    GuardConfig,
+from titanlite.guard.config import GuardConfig, check_guard_config
+from titanlite.guard.history import (
     History,
     Observation,
     ReplayResult,
     StepVerdict,
     ViolationReason,
-    check_guard_config,
     decide,
 )
 

@@ -9,17 +9,13 @@ import pytest
 
 from titanlite.data import PositionWindow
 from titanlite.errors import CheckpointError
+from titanlite.guard.rollback import RollbackHistory, RollbackPolicy, Trouble, steps_to_roll_back_to
 from titanlite.job.build import restore_progress
+from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models.qwen3_moe.model import Qwen3MoESizes
 from titanlite.models.qwen3_moe.spec import QWEN3_MOE
 from titanlite.models.router import NO_BALANCING, find_routers
-from titanlite.training import Counters, ExpertLoad
-from titanlite.training.rollback import (
-    RollbackHistory,
-    RollbackPolicy,
-    Trouble,
-    steps_to_roll_back_to,
-)
+from titanlite.training.state import Counters
 
 BATCH = 8
 SKIP = RollbackPolicy(steps=10, lr_factor=0.0, max_tries=3)

@@ -10,7 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from titanlite.training.guard import GuardConfig, StepJudge, ViolationReason
+from titanlite.guard.config import GuardConfig
+from titanlite.guard.history import ViolationReason
+from titanlite.guard.judge import StepJudge
 
 CPU = torch.device("cpu")
 SPIKES = GuardConfig(spike="skip")

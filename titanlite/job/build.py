@@ -38,8 +38,9 @@ from titanlite.job.job import Job
 from titanlite.job.start import advise_on_memory, build_run_meter, report_start, restore
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import log_waiting, logger
-from titanlite.meters import METERS, MeteredRun
+from titanlite.meters import METERS
 from titanlite.meters.expert_load import ExpertLoad
+from titanlite.meters.metered_run import MeteredRun
 from titanlite.meters.noise_scale import NoiseScale
 from titanlite.metrics import MetricSinks, build_profilers, metrics_folder, no_sinks, open_sinks
 from titanlite.optim import MatrixFacts, OptimizerInBackward, adaptive_clip, build_optimizer

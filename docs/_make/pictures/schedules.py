@@ -17,7 +17,7 @@ from titanlite.job import JobConfig
 from titanlite.job.checks import plan_rate_schedule
 from titanlite.optim import Progress
 from titanlite.settings import build_dataclass, raise_together
-from titanlite.training import build_batch_schedule
+from titanlite.training.batch_schedule import build_batch_schedule
 
 POINTS = 400  # of a curve
 LR, WEIGHT_DECAY, BATCH = "#3f6ea8", "#b9793a", "#5da271"

@@ -16,10 +16,10 @@ from typing import Any
 from titanlite.checkpoint import checkpoint_folder, list_steps, read_checkpoint_manifest
 from titanlite.data import PositionWindow, next_start
 from titanlite.errors import CheckpointError, DataError
+from titanlite.guard.rollback import RollbackHistory, RollbackTry, Trouble
 from titanlite.job import JobConfig
 from titanlite.metrics import METRICS_FILE
-from titanlite.training import build_batch_schedule
-from titanlite.training.rollback import RollbackHistory, RollbackTry, Trouble
+from titanlite.training.batch_schedule import build_batch_schedule
 from titanlite_lab.loss_curve import Record, read_metrics
 
 DATA_PROPERTIES = ("debug.seed", "training.seq_len", "data.tokenizer", "data.bos", "data.sources")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import DataError
+from titanlite.guard.rollback import RollbackPolicy, Trouble
 from titanlite.job import JobConfig
-from titanlite.training import Counters, build_batch_schedule
-from titanlite.training.rollback import RollbackPolicy, Trouble
+from titanlite.training.batch_schedule import build_batch_schedule
+from titanlite.training.state import Counters
 from titanlite_corpus.inspection.run_steps import read_progress
 
 SEQ_LEN = 10

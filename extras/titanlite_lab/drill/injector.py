@@ -29,7 +29,7 @@ from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.distributed.tensors import local_shard
 from titanlite.job import build as builders
 from titanlite.log import logger
-from titanlite.training import TrainState
+from titanlite.training.state import TrainState
 
 VALUES = {"nan": math.nan, "inf": math.inf, "1e30": 1e30}  # and "flip", a bit
 

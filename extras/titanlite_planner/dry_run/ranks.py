@@ -31,7 +31,9 @@ from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, build_parallel_modules, token_exchange
-from titanlite.training import Batch, Counters, Engine, TrainState, build_engine
+from titanlite.training.batch import Batch
+from titanlite.training.engine import Engine, build_engine
+from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepSettings, compute_gradients, finish_step
 from titanlite_planner.dry_run.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite_planner.dry_run.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder

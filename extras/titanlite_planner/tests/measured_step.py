@@ -9,7 +9,9 @@ from titanlite.distributed.mesh import build_mesh
 from titanlite.job import read_job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.parallelize import ParallelLayout, build_sharded_model
-from titanlite.training import Batch, Counters, build_engine
+from titanlite.training.batch import Batch
+from titanlite.training.engine import build_engine
+from titanlite.training.state import Counters
 from titanlite.training.step import compute_gradients, finish_step
 from titanlite_planner.dry_run.ranks import resting_bytes
 

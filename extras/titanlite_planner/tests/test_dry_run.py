@@ -231,9 +231,7 @@ def test_blocks_that_are_recomputed_and_others_are_of_different_kinds():
     argv = ["--model.n_layers=16", "--parallelism.pipeline_parallel_degree=8"]
     argv += ["--parallelism.pipeline_parallel_layers_per_stage=2", "--training.local_batch_size=8"]
     argv += ["--activation_checkpoint.mode=selective"]
-    job = read_job(
-        [*argv, "--activation_checkpoint.selective_ac_option=3"], 8, here=False
-    )
+    job = read_job([*argv, "--activation_checkpoint.selective_ac_option=3"], 8, here=False)
     # of blocks 4 and 5, and of 10 and 11, none is recomputed; of two others, one
     assert _kinds(job) == [(0, (0,)), (1, (1, 3, 4, 6)), (2, (2, 5)), (7, (7,))]
 
