@@ -65,7 +65,6 @@ class CorpusChecks:
 
     verify: Literal["sample", "full", "off"] = "sample"
     # "sample": some blocks of every shard; "full": every byte, which needs a manifest
-    follow_symlinks: bool = False  # allow links that lead to files outside the folder
     cache: CacheLimits = field(default_factory=CacheLimits)  # of shards by URL
     verify_slice: tuple[int, int] = (0, 1)
     # (rank, ranks): "full" reads every byte of the shards [rank::ranks] only

@@ -22,7 +22,7 @@ class TokenizedText(TokenSource):
         """Raises DataError, or OSError."""
         encode, path = open_text_encoder(config, tokenizer), config.path
         assert tokenizer is not None, "open_text_encoder refuses it"
-        ranges = list_file_ranges(find_files([path], checks.follow_symlinks))
+        ranges = list_file_ranges(find_files([path]))
         id_type, parts, size = id_type_of(tokenizer.vocab_size), [], 0
         for text in read_documents(ranges, MAX_TEXT_BYTES):
             size += len(text.encode())
