@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.block_cache import CacheLimits
 from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
@@ -39,7 +38,7 @@ from titanlite.data.sample_source import (
     open_text_samples,
 )
 from titanlite.data.text_source import LanePositions
-from titanlite.data.token_source import CorpusChecks
+from titanlite.data.token_source import CacheLimits, CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
 from titanlite.settings import Positive, Range

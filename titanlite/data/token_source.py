@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
-from titanlite.data.block_cache import CacheLimits
 from titanlite.data.open_files import OpenFiles
+from titanlite.files import make_private_folder
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,20 @@ class TokenSource(Protocol):
     def gather_windows(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ids [N, T + 1] and labels [N, T] of windows of a packed source; int64."""
         raise TypeError(f"{type(self).__name__} has no windows")
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Where blocks are kept, and how many bytes they may have."""
+
+    folder: str = ""  # empty: a folder of this user in the temporary folder
+    bytes: int = 8 << 30
+
+    def open_folder(self) -> Path:
+        """The folder of the cache, made if needed; raises OSError."""
+        folder = Path(self.folder) if self.folder else make_private_folder() / "data"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
 
 
 @dataclass(frozen=True)
