@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.collective_save import CollectiveSave
-from titanlite.checkpoint.tensor_writer import write_tensors
+from titanlite.checkpoint.tensor_writer import CollectiveSave, write_tensors
 from titanlite.distributed.collectives import (
     AsyncMax,
     broadcast_from_rank_0,
