@@ -77,11 +77,6 @@ def parse_arguments() -> argparse.Namespace:
         metavar="MIB",
         help="refuse documents larger than this (default: 128)",
     )
-    parser.add_argument(
-        "--follow-symlinks",
-        action="store_true",
-        help="allow symbolic links to lead out of the folders given",
-    )
     args = parser.parse_args()
     if args.document_mib < 1:
         parser.error("--document-mib must be above 0")
@@ -92,7 +87,7 @@ def main() -> int:
     args = parse_arguments()
     configure_log()
     try:
-        ranges = list_file_ranges(find_files(args.inputs, args.follow_symlinks))
+        ranges = list_file_ranges(find_files(args.inputs))
         texts = CountedTexts(read_documents(ranges, args.document_mib << 20))
         with log_every(PROGRESS_SECONDS, texts.describe):
             size = train_bpe(texts, args.vocab_size, args.out)

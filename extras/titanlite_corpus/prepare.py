@@ -50,7 +50,6 @@ class PrepareSettings:
     bos: bool = False  # begin each document with the tokenizer's BOS
     workers: int | None = None  # processes; None: all cores. Does not change the result.
     piece_bytes: int | None = None  # of the inputs, per shard; None: by their total size
-    follow_symlinks: bool = False  # allow links that lead out of the folders given
     document_bytes: int = MAX_DOCUMENT_BYTES  # longer documents are refused
     stall_seconds: float = STALL_SECONDS
     # stop if no worker reads a document for so long; without effect with one worker or one piece
@@ -111,7 +110,7 @@ def prepare_corpus(
     started, settings = time.monotonic(), settings or PrepareSettings()
     task = _Task(tokenizer, Path(out), settings)
     _check_settings(settings, tokenizer)
-    ranges = list_file_ranges(find_files(inputs, settings.follow_symlinks))
+    ranges = list_file_ranges(find_files(inputs))
     pieces = _divide_into_pieces(ranges, _recipe(task), settings.piece_bytes)
     plan, total = hash_json([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if _is_finished(task.out, plan):

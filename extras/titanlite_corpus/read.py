@@ -69,7 +69,6 @@ class ReadConfig:
 
     on_error: Literal["refuse", "skip"] = "refuse"  # "skip": count and report them
     document_mib: Positive = 128  # longer documents are errors
-    follow_symlinks: bool = False  # allow links that lead out of the folders given
 
 
 def plan_reading(
@@ -122,7 +121,7 @@ def _list_ranges(
 ) -> Iterator[FileRange]:
     """All ranges of a source, in the order of its inputs."""
     files = [given for given in source.inputs if not given.startswith(DATASETS_SCHEME)]
-    found = find_files(files, config.follow_symlinks, (*SUFFIXES, *WEB_SUFFIXES), unread)
+    found = find_files(files, (*SUFFIXES, *WEB_SUFFIXES), unread)
     for given in (*map(str, found), *given_datasets(source)) if source.kind == "chat" else ():
         if not given.endswith(_CHAT_SUFFIXES):
             raise DataError(

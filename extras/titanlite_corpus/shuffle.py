@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.data.random_bits import GOLDEN, mix
 from titanlite.data.shards import ShardWriter
 from titanlite.settings import NotNegative
 from titanlite_corpus.engine import report_progress
-from titanlite_corpus.hashing import find_key_range, mix64
+from titanlite_corpus.hashing import find_key_range
 from titanlite_corpus.packing.stage import SHARD
 from titanlite_corpus.sides import TRAIN, VALIDATION
 from titanlite_corpus.task import Counts, Task
 from titanlite_corpus.token_chunks import gather_documents, list_chunks, write_chunk
 
 _SIDES = {TRAIN: 0, VALIDATION: 1}
-_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def document_keys(seed: int, place: Sequence[int], documents: int) -> np.ndarray
     """The 64-bit keys of a chunk's documents; `place` is that of the chunk in its source."""
     key = np.zeros(1, np.uint64)
     for number in (seed, *place):
-        key = mix64((key + np.uint64(number + 1)) * _GOLDEN_GAMMA)
-    return mix64((key + np.arange(1, documents + 1, dtype=np.uint64)) * _GOLDEN_GAMMA)
+        key = mix((key + np.uint64(number + 1)) * GOLDEN)
+    return mix((key + np.arange(1, documents + 1, dtype=np.uint64)) * GOLDEN)
 
 
 # --- shards --------------------------------------------------------------------------------------

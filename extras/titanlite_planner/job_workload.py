@@ -87,7 +87,7 @@ def _numerics_of(job: Job) -> Numerics:
         gradient_bytes=parameters,
         state_bytes=_state_bytes_per_element(job),
         activation_bytes=transforms.compute_dtype.itemsize,
-        float8_gather=float8.enable_fsdp_float8_all_gather,
+        float8_gather=matmuls == "float8" and float8.enable_fsdp_float8_all_gather,
         float8_rowwise=float8.recipe_name not in (None, "", "tensorwise"),
         reduce_bytes=transforms.reduce_dtype.itemsize,
     )

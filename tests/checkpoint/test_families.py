@@ -14,8 +14,11 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
-from titanlite.checkpoint.saved_model import describe_saved_model
+from titanlite.checkpoint.saved_model import (
+    check_model_size,
+    describe_saved_model,
+    parameter_shapes,
+)
 from titanlite.errors import CheckpointError
 from titanlite.generate import Sampling, generate
 from titanlite.models import FAMILIES

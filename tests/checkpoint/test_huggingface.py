@@ -22,7 +22,7 @@ from titanlite.checkpoint.huggingface import (
     open_hugging_face,
 )
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.saved_model import parameter_shapes
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from titanlite.checkpoint.retention import steps_to_remove
+from titanlite.checkpoint.step_folders import steps_to_remove
 
 
 def test_the_latest_checkpoints_and_those_of_every_nth_step_are_kept():

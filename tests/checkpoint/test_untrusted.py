@@ -28,7 +28,7 @@ from titanlite.checkpoint import (
     model_and_optimizer_state,
     read_checkpoint_manifest,
     read_tensors,
-    shard_files,
+    tensor_reader,
 )
 from titanlite.checkpoint.chunks import Chunk, read_chunks
 from titanlite.checkpoint.huggingface import open_hugging_face
@@ -227,7 +227,7 @@ PARTS = [  # shape, offsets, lengths
 @pytest.mark.parametrize("saved_as, wanted", [("float32", "float32"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("shape, offsets, lengths", PARTS)
 def test_any_part_of_a_chunk_can_be_read(shape, offsets, lengths, saved_as, wanted, monkeypatch):
-    monkeypatch.setattr(shard_files, "BUFFER_BYTES", 64)
+    monkeypatch.setattr(tensor_reader, "BUFFER_BYTES", 64)
     tensor = torch.randn(shape).to(getattr(torch, saved_as))
     content = io.BytesIO(b"before")
     content.seek(6)
@@ -237,7 +237,7 @@ def test_any_part_of_a_chunk_can_be_read(shape, offsets, lengths, saved_as, want
     columns = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
     for target in (torch.empty(lengths), torch.empty((*lengths, 2))[..., 0]):
         target = target.to(getattr(torch, wanted))
-        shard_files.read_part_of_chunk(content, chunk, tensor.dtype, offsets, target)
+        tensor_reader.read_part_of_chunk(content, chunk, tensor.dtype, offsets, target)
         assert torch.equal(target, tensor[columns].to(target.dtype))
 
 
@@ -250,7 +250,7 @@ def test_an_archive_above_four_gib_can_be_read(monkeypatch):
             elements.write(tensor.numpy().tobytes())
     target = torch.empty(90)
     chunk = Chunk((90,), "", 0, len(content.getvalue()))
-    shard_files.read_part_of_chunk(content, chunk, torch.float32, (0,), target)
+    tensor_reader.read_part_of_chunk(content, chunk, torch.float32, (0,), target)
     assert torch.equal(target, tensor)
 
 

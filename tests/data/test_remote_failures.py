@@ -16,7 +16,6 @@ import pytest
 from tests.checkpoint.object_store import needs_s3, open_store
 from tests.data.test_stream import write_corpus
 from titanlite.data import CorpusChecks, SourceConfig, open_sample_stream, open_tokenizer
-from titanlite.data.block_cache import CacheLimits
 from titanlite.data.formats import open_token_source
 from titanlite.data.text import (
     TextRules,
@@ -25,6 +24,7 @@ from titanlite.data.text import (
     raise_problem,
     read_located_documents,
 )
+from titanlite.data.token_source import CacheLimits
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite_corpus.engine import LocalEngine

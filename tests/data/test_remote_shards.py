@@ -15,9 +15,10 @@ import pytest
 from tests.checkpoint.object_store import needs_s3, open_store
 from tests.data.test_stream import VOCAB_SIZE, write_corpus
 from tests.faults.launch import LaunchedRun
-from titanlite.data import CorpusChecks, SourceConfig, block_cache, open_sample_stream
-from titanlite.data.block_cache import BLOCK_BYTES, BlockCache, CacheLimits
+from titanlite.data import CorpusChecks, SourceConfig, open_sample_stream, remote_shards
 from titanlite.data.formats import open_token_source
+from titanlite.data.remote_shards import BLOCK_BYTES, BlockCache
+from titanlite.data.token_source import CacheLimits
 from titanlite.errors import DataError
 from titanlite.log import logger
 
@@ -99,7 +100,7 @@ def test_the_cache_never_has_more_bytes_than_its_limit(remote, tmp_path):
 
 
 def test_the_blocks_that_were_read_last_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_cache, "_KEPT", 1.0)
+    monkeypatch.setattr(remote_shards, "_KEPT", 1.0)
     cache = BlockCache(CacheLimits(str(tmp_path), 4 * (BLOCK_BYTES + 16)))
 
     def fetch(names):

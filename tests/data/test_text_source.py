@@ -21,7 +21,7 @@ from titanlite.data import (
     open_validation,
     text_source,
     text_units,
-    tokenized_text,
+    validation_set,
 )
 from titanlite.data.lanes import DocumentNode
 from titanlite.data.text_source import TextSource
@@ -243,7 +243,7 @@ def test_a_validation_set_of_text_that_cannot_be_used_is_refused(texts, tmp_path
     (tmp_path / "broken.jsonl").write_text("{")
     refuse("broken.jsonl", tmp_path / "broken.jsonl")
     refuse("no such", tmp_path / "nowhere.jsonl")
-    monkeypatch.setattr(tokenized_text, "MAX_TEXT_BYTES", 9000)
+    monkeypatch.setattr(validation_set, "MAX_TEXT_BYTES", 9000)
     refuse("more than 0 MiB of text", texts)
 
 

@@ -275,16 +275,12 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
 
 
 def test_the_script_accepts_the_options_that_its_errors_name(tmp_path):
-    (tmp_path / "in").mkdir()
     (tmp_path / "a.txt").write_text("ab " * (1 << 19))  # 1.5 MiB
-    (tmp_path / "in/a.txt").symlink_to(tmp_path / "a.txt")
-    command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "in")]
+    command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "a.txt")]
     command += ["--vocab-size", "259", "--out", str(tmp_path / "t.model"), "--document-mib", "1"]
     refused = run_command(command)
-    assert refused.returncode == 2 and "allow such links: --follow-symlinks" in refused.stderr
-    refused = run_command([*command, "--follow-symlinks"])
     assert refused.returncode == 2 and "raise the limit: --document-mib N" in refused.stderr
-    done = run_command([*command, "--follow-symlinks", "--document-mib", "2"])
+    done = run_command([*command, "--document-mib", "2"])
     assert done.returncode == 0, done.stderr
 
 
@@ -294,7 +290,6 @@ MINIMAL = {
     "added_tokens": [{"id": 0, "content": "</s>", "special": True, **SPECIAL}],
     "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []},
 }
-LENGTHEN = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 
 
 def split(regex: str) -> dict:
@@ -312,21 +307,9 @@ def model(**changes) -> dict:
 
 
 HOSTILE = {  # name -> (changes to a harmless file, the message that refuses it)
-    "chained replacements": (
-        {"normalizer": {"type": "Sequence", "normalizers": [LENGTHEN] * 3}},
-        "1,000,000,000 times as long",
-    ),
-    "chained replacements in the decoder": (
-        {"decoder": {"type": "Sequence", "decoders": [LENGTHEN] * 3}},
-        "1,000,000,000 times as long",
-    ),
     "too many parts": (
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 70}},
         "71 parts, more than 64",
-    ),
-    "a table of a wrong size": (
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/" * 22 + "=="}},
-        "not base64|is damaged",
     ),
     "an index outside a table": (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP////////8AYQA="}},

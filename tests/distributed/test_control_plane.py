@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.collective_save import CollectiveSave
-from titanlite.checkpoint.tensor_writer import write_tensors
+from titanlite.checkpoint.tensor_writer import CollectiveSave, write_tensors
 from titanlite.distributed.collectives import (
     AsyncMax,
     broadcast_from_rank_0,
@@ -32,7 +31,6 @@ from titanlite.distributed.collectives import (
 )
 from titanlite.distributed.rank_tree import FANOUT, RankTree, children_of, subtree_of
 from titanlite.distributed.rendezvous import FANOUT_TO_JOIN, agree_on_start_id
-from titanlite.distributed.signed_store import SignedStore
 from titanlite.errors import CheckpointError
 from titanlite.runtime.diagnosis import FIRST_READERS, PeerDiagnosis
 from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress
@@ -187,16 +185,12 @@ class RecordingStore:
             time.sleep(0.001)
 
 
-def sign(store: RecordingStore) -> SignedStore:
-    return SignedStore(store, "start", b"secret")
-
-
 def store_with_heartbeats(ranks: int) -> RecordingStore:
     """A store in which every rank has sent one heartbeat."""
     values: dict[str, bytes] = {}
-    signed = sign(RecordingStore(values))
+    store = RecordingStore(values)
     for rank in range(ranks):
-        signed.set(str(rank), json.dumps(RankProgress(rank, ranks, 1.0).heartbeat(0)))
+        store.set(str(rank), json.dumps(RankProgress(rank, ranks, 1.0).heartbeat(0)))
     return RecordingStore(values)
 
 
@@ -208,7 +202,7 @@ def await_rounds(exchange: HeartbeatExchange, rounds: int) -> None:
 def operations_of_a_heartbeat(ranks: int) -> list[tuple[str, str]]:
     """What rank 1 of `ranks` does in the store at a heartbeat, once all have sent one."""
     store = store_with_heartbeats(ranks)
-    exchange = HeartbeatExchange(sign(store), RankProgress(1, ranks, 1.0))
+    exchange = HeartbeatExchange(store, RankProgress(1, ranks, 1.0))
     await_rounds(exchange, 2)
     exchange.close("done")
     _, second, third = [i for i, (name, _) in enumerate(store.operations) if name == "set"][:3]
@@ -219,8 +213,8 @@ def heartbeats_read_when_stuck(rank: int, ranks: int, verdict: str = "") -> int:
     """Heartbeats that a rank reads in one round, after 0.9 of the timeout without progress."""
     store, progress = store_with_heartbeats(ranks), RankProgress(rank, ranks, 1.0)
     if verdict:
-        sign(store).set("verdict", json.dumps([0, verdict]))
-    exchange = HeartbeatExchange(sign(store), progress)
+        store.set("verdict", json.dumps([0, verdict]))
+    exchange = HeartbeatExchange(store, progress)
     await_rounds(exchange, 1)
     progress.stuck_seconds = 0.9
     PeerDiagnosis(exchange, progress).find_problem()

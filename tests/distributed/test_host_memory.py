@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from tests.cuda_trace.streams import record_cuda
-from titanlite.checkpoint.host_staging import HostStaging
+from titanlite.checkpoint.model_state import HostStaging
 from titanlite.distributed.host_memory import PinnedMemory, pin_in_place
 from titanlite.errors import UserError
 

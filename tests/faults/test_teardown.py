@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.faults.launch import LaunchedRun
-from titanlite.checkpoint.collective_save import CollectiveSave
+from titanlite.checkpoint.tensor_writer import CollectiveSave
 from titanlite.distributed import error_report, process_group
 from titanlite.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, DataError
 from titanlite.runtime import watchdog

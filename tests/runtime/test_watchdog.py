@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import json
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,6 @@ import torch.distributed as dist
 
 from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import PRELOAD
-from titanlite.distributed.signed_store import SignedStore
 from titanlite.errors import (
     EXIT_DONE,
     EXIT_RANK_LOST,
@@ -31,7 +29,6 @@ from titanlite.errors import (
     RankLostError,
     UserError,
 )
-from titanlite.runtime.heartbeat import Heartbeat, HeartbeatExchange, RankProgress
 from titanlite.runtime.watchdog import HeartbeatWatchdog
 
 RANKS = 3
@@ -219,32 +216,6 @@ def slow_save(rank):
         time.sleep(1.4 * TIMEOUT)
 
 
-@in_phase("data")
-def outsider(rank):
-    """A process that is not a rank, but reaches the store, writes the keys of ranks."""
-    if rank == 2:
-        store = open_as_outsider()
-        old = store.get("0")
-        for _ in range(8):
-            store.set("verdict", '[0, "an outsider wrote this"]')
-            store.set("1", json.dumps([99, 9, 0, "data", 0.0, 1, "host", "home", "ConfigError"]))
-            store.set("0", old)
-            time.sleep(0.2)  # a heartbeat interval
-
-
-@in_phase("backward")
-def killed_after_a_forged_verdict(rank):
-    if rank == 2:
-        open_as_outsider().set("verdict", b"\xff an outsider wrote this")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def open_as_outsider() -> dist.Store:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    return dist.PrefixStore(f"watch/{os.environ['START']}", store)
-
-
 @in_phase("forward")
 def frozen_store(rank):
     """The host of the launcher freezes while all ranks wait."""
@@ -355,43 +326,6 @@ def test_a_save_may_take_longer_than_the_timeout(jobs):
     job = jobs[slow_save]
     assert job.codes() == [EXIT_DONE] * RANKS, job.output()
     assert job.seconds() > 1.3 * TIMEOUT
-
-
-def test_forged_store_keys_can_neither_end_a_job_nor_hide_a_dead_rank(jobs):
-    job = jobs[outsider]
-    assert job.codes() == [EXIT_DONE] * RANKS, job.output()
-    for rank in range(RANKS):
-        reported = (job.folder / f"output_{rank}").read_text().count("that no rank signed")
-        assert reported == 1, job.output()
-    job = jobs[killed_after_a_forged_verdict]
-    assert job.codes() == [EXIT_RANK_LOST, EXIT_RANK_LOST, -signal.SIGKILL]
-    assert "Rank 2 (" in job.output() and "outsider" not in job.output()
-
-
-def test_a_signature_is_valid_only_for_its_key_start_and_text():
-    store, secret = dist.HashStore(), bytes(32)
-    signed = SignedStore(store, "a", secret)
-    signed.set("1", "text")
-    stored = store.get("1")
-    assert signed.read(["1", "2"]) == ["text", ""]
-    assert SignedStore(store, "b", secret).read(["1"]) == [""]
-    assert SignedStore(store, "a", bytes(31) + b"1").read(["1"]) == [""]
-    for key, value in (("2", stored), ("1", stored + b"s"), ("1", b""), ("1", b"\xff")):
-        store.set(key, value)
-        assert signed.read([key]) == [""]
-    assert signed.set_first("1", "first") == signed.set_first("1", "late") == "first"
-
-
-def test_an_old_heartbeat_that_is_written_again_does_not_hide_silence(tmp_path):
-    store = SignedStore(dist.HashStore(), "", bytes(32))
-    beats = [Heartbeat(beat, 1, 0, "data", 0.0, 1, "host", "home") for beat in range(3)]
-    exchange = HeartbeatExchange(store, RankProgress(0, 2, timeout_seconds=60))
-    exchange.close("done")
-    for beat, silent in ((1, 0.0), (2, 0.0), (1, 5.0), (0, 10.0), (2, 15.0)):
-        store.set("1", json.dumps(beats[beat]))
-        exchange._read_heartbeats(5.0)
-        assert exchange.silent_seconds[1] == silent
-        assert exchange.heartbeats[1].beat == min(2, beat if not silent else 2)
 
 
 def test_a_restarted_job_ignores_the_heartbeats_and_verdict_of_the_start_before(tmp_path):

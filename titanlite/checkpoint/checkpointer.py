@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint, find_first_valid
-from titanlite.checkpoint.host_staging import HostStaging
 from titanlite.checkpoint.huggingface import (
     CONFIG_FILE,
     PUBLISHED_FILE,
@@ -32,11 +31,10 @@ from titanlite.checkpoint.manifest import (
     software_versions,
     write_checkpoint_manifest,
 )
-from titanlite.checkpoint.model_state import State, model_and_optimizer_state
-from titanlite.checkpoint.save_in_progress import SaveInProgress
+from titanlite.checkpoint.model_state import HostStaging, State, model_and_optimizer_state
 from titanlite.checkpoint.step_folders import StepFolders
 from titanlite.checkpoint.tensor_reader import read_tensors
-from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors
+from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
 from titanlite.distributed.collectives import (
     capture_user_error,
     gather_from_all_ranks,
@@ -44,9 +42,10 @@ from titanlite.distributed.collectives import (
     raise_on_all_ranks,
 )
 from titanlite.distributed.time_limit import TimeLimit
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
 from titanlite.storage import StorageFolder
+from titanlite.threads import DeviceThread
 
 # Timeout of the group of this module, in units of checkpoint.timeout_seconds. The watchdog ends the
 # run earlier, after one unit, because it can name the rank that hangs; a process group cannot.
@@ -62,6 +61,43 @@ class SaveResult:
     seconds: float  # since the call of `save`; includes the removal of old ones, and an export
     blocked_seconds: float  # spent inside `save` and `wait`
     problem: str = ""  # why the save failed; empty if it succeeded
+
+
+class SaveInProgress:
+    """A save with its time limit; its result, valid once `done` is set: seconds, problem, error."""
+
+    def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
+        self.step, self.folder, self.started = step, folder, started
+        self.limit: TimeLimit | None = None  # None until the writing thread runs
+        self.seconds = self.blocked_seconds = 0.0
+        self.problem = ""  # the message of an error that every rank raised
+        self.error: Exception | None = None  # of this rank only; others may still be saving
+        self.done = threading.Event()
+        self._name = f"Rank {dist.get_rank()}: the save of step {step}"
+        self._timeout_seconds = timeout_seconds
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Call `write` in this thread."""
+        self._run(write)
+        self.blocked_seconds = self.seconds
+
+    def run_in_thread(self, write: Callable[[], None]) -> None:
+        """Call `write` in another thread."""
+        DeviceThread(self._run, "save", (write,)).start()
+        self.blocked_seconds = time.monotonic() - self.started
+
+    def _run(self, write: Callable[[], None]) -> None:
+        self.limit = TimeLimit(self._name, self._timeout_seconds, "checkpoint.timeout_seconds")
+        try:
+            write()
+        except Exception as error:  # Ctrl-C ends the run; a failed save does not
+            if isinstance(error, UserError) and error.on_all_ranks:
+                self.problem = str(error)
+            else:
+                self.error = error
+        finally:
+            self.seconds = time.monotonic() - self.started
+            self.done.set()
 
 
 class Checkpointer:

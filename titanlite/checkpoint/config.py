@@ -67,14 +67,13 @@ def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
 
 
 def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
-    """Settings that would have no effect, and initial checkpoints that cannot be loaded."""
-    for key in ("initial_load_path", "load_only"):
-        if getattr(config, key) and not config.enable:
-            yield _checkpoint_config_error(
-                key,
-                "is set, but checkpoint.enable = false, so nothing is loaded.",
-                f"Set checkpoint.enable = true, or remove checkpoint.{key}.",
-            )
+    """Reject what cannot be loaded, and a run that would not start from the weights given."""
+    if config.initial_load_path is not None and not config.enable:
+        yield _checkpoint_config_error(
+            "initial_load_path",
+            "is set, but checkpoint.enable = false, so the run would start from scratch.",
+            "Set checkpoint.enable = true, or remove checkpoint.initial_load_path.",
+        )
     for part in config.exclude_from_loading:
         if part not in EXCLUDABLE_PARTS:
             reason = (
@@ -85,15 +84,6 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
                 f'"{part}" is not a part that can be excluded{reason}.',
                 f"Use {', '.join(EXCLUDABLE_PARTS)}.",
             )
-    exports = config.last_save_model_only or config.last_save_in_hf
-    if config.enable and config.export_dtype != "float32" and not exports:
-        yield ConfigError(
-            f'checkpoint.export_dtype = "{config.export_dtype}": applies only to a model-only or'
-            " Hugging Face last save; full checkpoints keep the dtype of training.",
-            fix="Set checkpoint.last_save_model_only or last_save_in_hf = true, or remove"
-            " checkpoint.export_dtype.",
-            keys=("checkpoint.export_dtype",),
-        )
     if is_url(config.folder):
         try:
             StorageFolder(config.folder)

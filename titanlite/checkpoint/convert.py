@@ -31,8 +31,12 @@ from titanlite.checkpoint.manifest import (
     software_versions,
     write_checkpoint_manifest,
 )
-from titanlite.checkpoint.model_size import buffer_names, parameter_shapes
-from titanlite.checkpoint.saved_model import SavedModel, read_saved_model
+from titanlite.checkpoint.saved_model import (
+    SavedModel,
+    buffer_names,
+    parameter_shapes,
+    read_saved_model,
+)
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors_one_by_one
 from titanlite.data import Tokenizer, open_tokenizer

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlite.checkpoint.dcp import BaseStorageReader, completed_future
-from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
+from titanlite.checkpoint.saved_model import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec

@@ -18,7 +18,7 @@ from titanlite.checkpoint.huggingface import (
     SINGLE_FILE,
     TOKENIZER_FILE,
 )
-from titanlite.checkpoint.model_size import buffer_names, parameter_shapes
+from titanlite.checkpoint.saved_model import buffer_names, parameter_shapes
 from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError

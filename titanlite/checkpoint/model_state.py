@@ -1,8 +1,9 @@
-"""The tensors of a model and its optimizer, by name, as checkpoints store them."""
+"""The tensors of a model and its optimizer by name, and their copies in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.distributed.host_memory import HostMemory, PinnedMemory
 from titanlite.distributed.tensors import local_shard
 
 State = dict[str, dict[str, Any]]  # "model" or "optimizer" -> name -> tensor
 
 # Flattened, so that optimizer state is keyed by parameter name, whatever its param groups are.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+_ALIGNMENT = 64  # bytes: of a CPU cache line, and of torch's own allocations
 
 
 def model_and_optimizer_state(
@@ -54,3 +58,71 @@ def _unwrap(weight: Any) -> Tensor:
         shape=weight.shape,
         stride=weight.stride(),
     )
+
+
+class HostStaging:
+    """Copies a state into the same host memory every time.
+
+    Allocating memory takes longer than the copy, because the kernel clears it page by page. With
+    `pinned`, a CUDA device copies asynchronously, in the order of its stream: before any kernel
+    that is enqueued later.
+    """
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self._memory: HostMemory | None = None
+        self._copies: State = {}
+
+    @torch.no_grad()
+    def copy(self, state: State) -> State:
+        """Copy the state; before the copy is read, call the result of `wait_function`.
+
+        Raises UserError if the memory cannot be pinned.
+        """
+        if _layout(state) != _layout(self._copies):
+            self._copies = {}  # lets `_allocate` free their memory
+            self._copies = self._allocate(state)
+        for part, name, value in _entries(state):
+            copy = local_shard(self._copies[part][name])
+            copy.copy_(local_shard(value.detach()), non_blocking=self.pinned)
+        return self._copies
+
+    def wait_function(self) -> Callable[[], None]:
+        """A function that waits, from any thread, until the copies made so far are complete."""
+        if not (self.pinned and torch.cuda.is_initialized()):
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def _allocate(self, state: State) -> State:
+        """Tensors like those of the state, in host memory, which is replaced if it is too small.
+
+        So the last save, perhaps in another dtype or without the optimizer state, pins no memory.
+        """
+        sizes = [local_shard(value).nbytes for _, _, value in _entries(state)]
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        needed = max(ends, default=0) or _ALIGNMENT  # not 0, which mmap refuses
+        if self._memory is None or len(self._memory) < needed:
+            self._memory = None
+            self._memory = self._new_memory(needed)
+        copies: State = {part: {} for part in state}
+        for (part, name, value), offset in zip(_entries(state), [0, *ends], strict=False):
+            copy = copies[part][name] = torch.empty_like(value.detach(), device="cpu")
+            self._memory.place(copy, offset)
+        return copies
+
+    def _new_memory(self, nbytes: int) -> HostMemory:
+        if self.pinned and torch.cuda.is_initialized():
+            return PinnedMemory(nbytes, 'checkpoint.async_mode = "async"')
+        return HostMemory(nbytes)
+
+
+def _entries(state: State) -> Iterator[tuple[str, str, Tensor]]:
+    for part, tensors in state.items():
+        for name, value in tensors.items():
+            yield part, name, value
+
+
+def _layout(state: State) -> list[tuple[str, str, torch.Size, torch.dtype]]:
+    return [(part, name, value.shape, value.dtype) for part, name, value in _entries(state)]

@@ -1,28 +1,80 @@
-"""The step folders of one run: rank 0 lists, sets aside and removes them."""
+"""The step folders of a run: how they are listed and set aside, and which ones are removed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.listing import CheckpointListing, list_steps, set_aside
 from titanlite.checkpoint.manifest import MANIFEST_FILE, read_checkpoint_manifest
-from titanlite.checkpoint.retention import all_but_last, steps_to_remove
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.log import logger
-from titanlite.storage import StorageFolder, StorageUnreachable
+from titanlite.storage import UNFINISHED, StorageFolder, StorageUnreachable
 
 T = TypeVar("T")
 
+ASIDE = "aside"  # marker file of a step that is set aside, where folders cannot be renamed
+_ASIDE_CONTENT = b"Delete this file, and the checkpoint in this folder is used again.\n"
 # The checkpoint.load_step that was applied last, so that a restart does not roll back again.
 LOAD_STEP_FILE = "load_step.json"
+
+
+@dataclass(frozen=True)
+class CheckpointListing:
+    """The step folders of a checkpoint folder, as JSON types, which ranks can exchange."""
+
+    steps: list[int]  # neither aside nor unfinished, but not validated yet; oldest first
+    aside: list[str]  # names of folders set aside: damaged, or later than load_step; oldest first
+    unfinished: list[str]  # names of folders whose save or removal was interrupted
+
+
+def list_steps(folder: StorageFolder) -> CheckpointListing:
+    """List the step folders of a checkpoint folder by their state."""
+    steps, aside, unfinished = [], [], []
+    for name in folder.folders():
+        match = re.fullmatch(r"step-(\d+)(\.removed|\.aside-\d+)?", name)
+        if not match:
+            continue
+        files = (folder / name).sizes()
+        if match[2] == ".removed" or _is_unfinished(files):
+            unfinished.append(name)
+        elif match[2] or ASIDE in files:
+            aside.append(name)
+        else:
+            steps.append(int(match[1]))
+    return CheckpointListing(sorted(steps), sorted(aside, key=step_sort_key), unfinished)
+
+
+def _is_unfinished(files: dict[str, int]) -> bool:
+    return not files or (UNFINISHED in files and MANIFEST_FILE not in files)
+
+
+def step_sort_key(name: str) -> tuple[int, int]:
+    """Sort key of a step folder's name: its step, then the number of its `.aside-N`."""
+    step, _, number = name.removeprefix("step-").partition(".aside-")
+    return int(step), int(number or 0)
+
+
+def set_aside(step_folder: StorageFolder) -> str:
+    """Exclude a checkpoint from every later start without deleting it; returns its name.
+
+    A local folder is renamed. In an object store a rename would copy every byte, so the folder is
+    marked instead, and is overwritten when its step is saved again.
+    """
+    if not step_folder.local:
+        step_folder.write_atomically(ASIDE, _ASIDE_CONTENT)
+        return step_folder.name
+    taken, number = set(step_folder.parent.folders()), 1
+    while (name := f"{step_folder.name}.aside-{number}") in taken:
+        number += 1
+    return step_folder.rename(name).name
 
 
 class StepFolders:
@@ -185,3 +237,17 @@ class StepFolders:
                 folder.remove(delete_first=MANIFEST_FILE)
         except (OSError, CheckpointError) as error:
             logger.warning("%s: could not be removed: %s", folder, error)
+
+
+def steps_to_remove(steps: Iterable[int], keep_latest: int, keep_every: int = 0) -> list[int]:
+    """The steps of valid checkpoints to remove, oldest first.
+
+    Kept are the latest `keep_latest` (0: all), and multiples of `keep_every` (0: none).
+    """
+    surplus = all_but_last(sorted(steps), keep_latest)
+    return [step for step in surplus if not keep_every or step % keep_every]
+
+
+def all_but_last(ordered: list[T], keep: int) -> list[T]:
+    """The entries before the last `keep`; empty if `keep` is 0, which keeps all."""
+    return ordered[:-keep] if keep > 0 else []

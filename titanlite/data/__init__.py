@@ -16,7 +16,13 @@ from titanlite.data.mixing import (
     repeated_sources,
 )
 from titanlite.data.mixture import MixtureQuotas
-from titanlite.data.order import SampleOrder, rank_slices
+from titanlite.data.order import (
+    PositionWindow,
+    SampleOrder,
+    next_start,
+    rank_slices,
+    window_lr_factor,
+)
 from titanlite.data.sample_source import SourceConfig
 from titanlite.data.shards import (
     Corpus,
@@ -30,7 +36,6 @@ from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.data.validation_set import ValidationSet, open_validation
-from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",

@@ -10,7 +10,7 @@ from titanlite.errors import DataError
 
 TEXT = "text"
 # of text files, which is not opened here: training data are tokenized while they are read
-# (text_source.py), a validation set when it is opened (tokenized_text.py)
+# (text_source.py), a validation set when it is opened (validation_set.py)
 
 FORMATS: dict[str, SourceOpener] = {
     "megatron": open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from titanlite.data.mixture import Mixture, Phase
 from titanlite.data.random_bits import GOLDEN, hash_key, mix
-from titanlite.data.windows import PositionWindow, next_start
 
 EXACT_BELOW = 4096
 # Sources with fewer samples are shuffled by sorting random keys, others by a Feistel network, which
@@ -126,6 +126,36 @@ def _apply_feistel(x: np.ndarray, sides: tuple[np.uint64, np.uint64], keys: np.n
         left = (left + mix(keys + right + _STEPS[number]) % rows) % rows
         right = (right + mix(keys + left + _STEPS[number + 1]) % columns) % columns
     return left * columns + right
+
+
+@dataclass(frozen=True)
+class PositionWindow:
+    """The positions [start, end) of the order of samples, and what the run does with them."""
+
+    start: int
+    end: int
+    lr_factor: float = 0.0  # of the learning rate of steps in the window; 0: they are skipped
+
+    def overlaps(self, position: int, samples: int) -> bool:
+        """Whether a step that consumes `samples` from `position` on reaches into the window."""
+        return self.start < position + samples and position < self.end
+
+
+def next_start(position: int, samples: int, windows: Iterable[PositionWindow]) -> int:
+    """First position of the next step, which consumes `samples`, of a run at `position`.
+
+    A step that would reach into a skipped window starts at the end of the window instead.
+    """
+    skipped = [window for window in windows if window.lr_factor == 0]
+    while ends := [w.end for w in skipped if w.overlaps(position, samples)]:
+        position = max(ends)
+    return position
+
+
+def window_lr_factor(position: int, samples: int, windows: Iterable[PositionWindow]) -> float:
+    """Factor of the learning rate for a step that consumes `samples` from `position` on."""
+    factors = [w.lr_factor for w in windows if w.lr_factor and w.overlaps(position, samples)]
+    return min(factors, default=1.0)
 
 
 def rank_slices(

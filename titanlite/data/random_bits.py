@@ -13,10 +13,16 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """64 pseudo-random bits for each uint64: SplitMix64's finaliser (Steele et al. 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * _FIRST
-    x = (x ^ (x >> np.uint64(27))) * _SECOND
-    return x ^ (x >> np.uint64(31))
+    """64 pseudo-random bits for each uint64, a bijection: SplitMix64's finaliser.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+    """
+    x = x ^ (x >> np.uint64(30))  # the one allocation of the result
+    x *= _FIRST
+    x ^= x >> np.uint64(27)
+    x *= _SECOND
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def hash_key(text: str) -> np.ndarray:

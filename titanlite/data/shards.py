@@ -23,7 +23,6 @@ from typing import IO
 import numpy as np
 import xxhash
 
-from titanlite.data.links import refuse_outward_links
 from titanlite.data.manifest import (
     MANIFEST,
     CorpusManifest,
@@ -308,7 +307,7 @@ def open_corpus(
     location, checks = Path(path), checks or CorpusChecks()
     try:
         pairs = _list_shard_files(location)
-        manifest = _read_and_compare_manifest(location, pairs, checks)
+        manifest = _read_and_compare_manifest(location, pairs)
         check_packing(location, manifest, packed)
         sampled = checks.verify != "off"
         samples = {bin: hash_sampled_blocks(bin) for bin, _ in pairs} if sampled else {}
@@ -327,14 +326,11 @@ def open_corpus(
 
 
 def _read_and_compare_manifest(
-    location: Path, pairs: list[tuple[Path, Path]], checks: CorpusChecks
+    location: Path, pairs: list[tuple[Path, Path]]
 ) -> CorpusManifest | None:
     """Read a folder's manifest and compare names and sizes with it; None if there is none."""
     if not location.is_dir():
         return None
-    if not checks.follow_symlinks:
-        files = [location / MANIFEST, *(file for pair in pairs for file in pair)]
-        refuse_outward_links(files, location, "data.follow_symlinks = true")
     manifest = read_corpus_manifest(location / MANIFEST)
     if manifest:
         check_listed_files(location, pairs, manifest)

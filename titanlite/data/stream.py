@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.block_cache import CacheLimits
 from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
@@ -39,7 +38,7 @@ from titanlite.data.sample_source import (
     open_text_samples,
 )
 from titanlite.data.text_source import LanePositions
-from titanlite.data.token_source import CorpusChecks
+from titanlite.data.token_source import CacheLimits, CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
 from titanlite.settings import Positive, Range
@@ -58,7 +57,6 @@ class DataConfig:
     verify: Literal["sample", "full", "off"] = "sample"
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
-    follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
     cache_folder: str = ""
     # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
     # the user in the temporary folder
@@ -76,7 +74,7 @@ class DataConfig:
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
         cache = CacheLimits(self.cache_folder, int(self.cache_gib * 2**30))
-        return CorpusChecks(verify, self.follow_symlinks, cache, verify_slice or (0, 1))
+        return CorpusChecks(verify, cache, verify_slice or (0, 1))
 
 
 class SampleStream:

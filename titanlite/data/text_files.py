@@ -16,7 +16,6 @@ from typing import IO, Any, cast
 
 import xxhash
 
-from titanlite.data.links import refuse_outward_links
 from titanlite.data.urls import (
     RemoteFile,
     is_data_url,
@@ -37,7 +36,6 @@ INPUT_KINDS = (
 UNKNOWN_END = 1 << 62  # of a URL whose server does not give a size
 
 # the options of the scripts that read text, and the keys of a recipe
-_ALLOW_LINKS = "--follow-symlinks, or read.follow_symlinks = true in a recipe"
 _DOCUMENT_LIMIT = "--document-mib N, or read.document_mib in a recipe"
 _BUFFER_BYTES = 1 << 20
 
@@ -86,15 +84,13 @@ class FileRange:
 
 def find_files(
     inputs: Sequence[str | Path],
-    follow_symlinks: bool = False,
     suffixes: tuple[str, ...] = SUFFIXES,
     all_unread: list[Path] | None = None,
 ) -> list[Path | str]:
     """List the files that `inputs` name, each once, in a fixed order; raises DataError.
 
     A folder gives its files that end with one of `suffixes`; `all_unread` gets the others. URLs are
-    strings in the result. Links that lead out of a folder, or out of the fixed part of a pattern,
-    are refused unless `follow_symlinks`. A file that is given by its own name may be a link.
+    strings in the result. Symbolic links are followed.
     """
     files: dict[Path | str, Path | str] = {}  # real path or URL -> path as it was given
     skipped: list[tuple[str, list[Path], list[Path]]] = []  # an input, what it reads, and skips
@@ -103,7 +99,7 @@ def find_files(
             files |= {url: url for url in _find_urls(str(given), suffixes)}
             continue
         try:
-            texts, others = _find_local(str(given), follow_symlinks, suffixes)
+            texts, others = _find_local(str(given), suffixes)
         except OSError as error:
             raise _unreadable_error(error) from None
         skipped.append((str(given), texts, others))
@@ -117,9 +113,7 @@ def find_files(
     return list(files.values())
 
 
-def _find_local(
-    given: str, follow_symlinks: bool, suffixes: tuple[str, ...]
-) -> tuple[list[Path], list[Path]]:
+def _find_local(given: str, suffixes: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
     """(the files of one input, those that its folders skip); raises DataError or OSError."""
     if exists := Path(given).exists():
         matches = [given]
@@ -128,13 +122,9 @@ def _find_local(
         matches = glob.glob(given, recursive=True)
     if not matches or (not exists and matches == [given]):  # the latter is a broken link
         raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
-    if not exists and not follow_symlinks:
-        refuse_outward_links(map(Path, matches), _fixed_part(given), _ALLOW_LINKS)
     others: list[Path] = []
     texts = [
-        file
-        for match in sorted(matches)
-        for file in _files_below(Path(match), follow_symlinks, suffixes, others)
+        file for match in sorted(matches) for file in _files_below(Path(match), suffixes, others)
     ]
     if not texts:
         raise _no_text_error(given, suffixes)
@@ -173,13 +163,6 @@ def _no_text_error(given: str, suffixes: tuple[str, ...]) -> DataError:
     )
 
 
-def _fixed_part(pattern: str) -> Path:
-    """The folders of a pattern before the first component with a *, ? or [."""
-    parts = Path(pattern).parts
-    first = next(i for i, part in enumerate(parts) if re.search(r"[*?[]", part))
-    return Path(*parts[:first])
-
-
 def _check_listable(pattern: str) -> None:
     """Raise OSError if a folder that a pattern looks into cannot be listed: `glob` ignores it."""
     parts = Path(pattern).parts
@@ -188,9 +171,7 @@ def _check_listable(pattern: str) -> None:
             os.scandir(folder).close()
 
 
-def _files_below(
-    path: Path, follow_symlinks: bool, suffixes: tuple[str, ...], others: list[Path]
-) -> list[Path]:
+def _files_below(path: Path, suffixes: tuple[str, ...], others: list[Path]) -> list[Path]:
     """The file itself, whatever its suffix, or the text files in a folder, in sorted order.
 
     `others` gets the folder's regular files that have another suffix and are not hidden.
@@ -202,21 +183,16 @@ def _files_below(
         _refuse_irregular([path])
         return [path]
     texts: list[Path] = []
-    links: list[Path] = []
     visited: set[str] = set()
-    for folder, subfolders, files in os.walk(path, onerror=_raise, followlinks=follow_symlinks):
+    for folder, subfolders, files in os.walk(path, onerror=_raise, followlinks=True):
         if (real := os.path.realpath(folder)) in visited:  # reached by a link to a parent folder
             subfolders.clear()
             continue
         visited.add(real)
-        links += [Path(folder, name) for name in subfolders if os.path.islink(Path(folder, name))]
         texts += [Path(folder, name) for name in files if name.endswith(suffixes)]
         if not any(part.startswith(".") for part in Path(folder).relative_to(path).parts):
             rest = (name for name in files if not name.endswith(suffixes) and name[0] != ".")
             others += [file for name in rest if (file := Path(folder, name)).is_file()]
-    if not follow_symlinks:
-        links += [file for file in texts if file.is_symlink()]
-        refuse_outward_links(links, path, _ALLOW_LINKS)
     _refuse_irregular(texts)
     return sorted(texts)
 

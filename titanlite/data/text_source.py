@@ -45,7 +45,7 @@ class TextSource:
         checks: CorpusChecks,
     ):
         """`sample_ids`: ids of a sample. `encode`: ids of a document, with BOS and EOS."""
-        files = find_files([path], checks.follow_symlinks)
+        files = find_files([path])
         parts = [part for part in list_file_ranges(files) if part.bytes]
         if not parts:
             raise DataError(f"{path}: contains no text.")

@@ -7,8 +7,6 @@ Rust panic can be caught, by the caller.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,10 +15,9 @@ from titanlite.files import MAX_NESTING_LEVELS
 MAX_ID = 2**31 - 1  # shards store int32
 MAX_PARTS = 64  # of one component: normalizers, pre-tokenizers, decoders or post-processors
 MAX_CHARACTERS = 4096  # of a regex, a replacement or an affix
-MAX_GROWTH = 100  # of a text's length by all parts together; SentencePiece's NFKC has 18
 
 _COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_CHARSMAP = "precompiled_charsmap"
+_CHARSMAP = "precompiled_charsmap"  # a table of SentencePiece, the only long string
 
 
 def check_definition(table: Mapping[str, Any]) -> None:
@@ -112,46 +109,8 @@ def _check_component(name: str, component: Any) -> None:
     parts = [node for node in nodes if "type" in node]
     if len(parts) > MAX_PARTS:
         raise ValueError(f"its {name} has {len(parts)} parts, more than {MAX_PARTS}")
-    growth = 1.0
     for node in nodes:
         _check_strings(node, name)
-        growth *= _growth(node)
-    if growth > MAX_GROWTH:
-        raise ValueError(
-            f"its {name} can make a text {growth:,.0f} times as long, more than {MAX_GROWTH}"
-        )
-
-
-def _growth(node: Mapping[str, Any]) -> float:
-    """The largest factor by which one part can lengthen a text."""
-    kind = node.get("type")
-    if kind == "Prepend":
-        return 1.0 + len(_string(node, "prepend"))
-    if kind == "Replace":
-        pattern = node.get("pattern")
-        literal = pattern.get("String") if isinstance(pattern, dict) else pattern
-        shortest = len(literal) if isinstance(literal, str) else 1
-        return max(1.0, len(_string(node, "content")) / max(1, shortest))
-    if _CHARSMAP in node:
-        return float(_longest_replacement(_string(node, _CHARSMAP)))
-    return 1.0
-
-
-def _longest_replacement(text: str) -> int:
-    """The most characters by which SentencePiece's table replaces one character.
-
-    The table is the size of a trie, the trie, and the replacements, each followed by a zero byte.
-    The library allocates whatever size is given.
-    """
-    try:
-        content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(f"its {_CHARSMAP} is not base64") from None
-    size = int.from_bytes(content[:4], "little")
-    if len(content) < 8 or size % 4 or not 4 <= size <= len(content) - 4:
-        raise ValueError(f"its {_CHARSMAP} is damaged")
-    replacements = content[4 + size :].split(b"\0")
-    return max(1, *(len(part.decode(errors="replace")) for part in replacements))
 
 
 def _check_strings(node: Mapping[str, Any], where: str) -> None:
@@ -174,11 +133,6 @@ def _nodes(component: Any) -> Iterator[dict[str, Any]]:
             if isinstance(node, (dict, list))
             for child in (node.values() if isinstance(node, dict) else node)
         ]
-
-
-def _string(node: Mapping[str, Any], key: str) -> str:
-    value = node.get(key)
-    return value if isinstance(value, str) else ""
 
 
 def _list_of(table: Mapping[str, Any], key: str) -> list:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
@@ -16,11 +17,16 @@ from titanlite.data.sample_source import (
     StoredSamples,
     check_stored_samples,
     check_window_length,
+    open_text_encoder,
 )
-from titanlite.data.token_source import CorpusChecks, TokenSource
-from titanlite.data.tokenized_text import open_tokenized_text
+from titanlite.data.shards import id_type_of
+from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import DataError
 from titanlite.labels import IGNORE_INDEX
+
+MAX_TEXT_BYTES = 256 << 20  # each rank tokenizes all of it when a run starts, and keeps the ids
 
 
 class ValidationSet:
@@ -89,6 +95,37 @@ class ValidationSet:
         return [self.name] if self._source.lacks_end(end) else []
 
 
+class TokenizedText(TokenSource):
+    """The ids of all documents of text files, in the order of the files, as shards have them."""
+
+    def __init__(self, config: SourceConfig, tokenizer: Tokenizer | None):
+        """Raises DataError, or OSError."""
+        encode, path = open_text_encoder(config, tokenizer), config.path
+        assert tokenizer is not None, "open_text_encoder refuses it"
+        ranges = list_file_ranges(find_files([path]))
+        id_type, parts, size = id_type_of(tokenizer.vocab_size), [], 0
+        for text in read_documents(ranges, MAX_TEXT_BYTES):
+            size += len(text.encode())
+            if size > MAX_TEXT_BYTES:
+                raise DataError(
+                    f"{path}: has more than {MAX_TEXT_BYTES >> 20} MiB of text, which every rank"
+                    " would keep in memory as token ids.",
+                    fix="Give fewer files, or prepare the text: scripts/prepare_data.py.",
+                )
+            parts.append(encode(text).astype(id_type))
+        if not parts:
+            raise DataError(f"{path}: contains no text.")
+        self._ids = np.concatenate(parts)
+        self.tokens = len(self._ids)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(self._ids.data)
+        max_id, vocab_size = int(self._ids.max()), tokenizer.vocab_size
+        self.record = SourceRecord(tokenizer.fingerprint, vocab_size, max_id, config.bos)
+
+    def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Ids [start, start + count) of each start: int64 [len(starts), count]."""
+        return self._ids[starts[:, None] + np.arange(count)].astype(np.int64)
+
+
 def open_validation(
     config: SourceConfig,
     *,
@@ -103,7 +140,11 @@ def open_validation(
     `timeout_seconds`: limit for one read.
     """
     if config.format == TEXT:
-        source: TokenSource = open_tokenized_text(config, tokenizer, checks)
+        try:
+            source: TokenSource = TokenizedText(config, tokenizer)
+        except OSError as error:
+            name, reason = error.filename or config.path, error.strerror or error
+            raise DataError(f"{name}: cannot be read ({reason}).") from None
     else:
         files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
         source = open_token_source(config.format, config.path, checks, files)

@@ -18,7 +18,6 @@ from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
-    LossScaleConfig,
     Progress,
     RateSchedule,
     RunLength,
@@ -35,7 +34,6 @@ from titanlite.optim.checks import check_group_patterns
 from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize import ModelTransforms
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
-from titanlite.parallelize.compile import check_compile_config
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.expert import (
     check_expert_parallel,
@@ -102,7 +100,6 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_activation_checkpoint(
         config.activation_checkpoint, config.compile.compiles("model")
     )
-    yield from check_compile_config(config.compile, config.parallelism)
     yield from check_checkpoint_config(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(JOB_PROPERTIES):
         yield ConfigError(
@@ -283,7 +280,7 @@ def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
 
 
 def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject a param dtype or a loss scale that the compute dtype does not allow."""
+    """Reject a param dtype that the compute dtype does not allow."""
     compute, params = "training.mixed_precision_param", "training.dtype"
     is_float16 = config.training.mixed_precision_param == "float16"
     if is_float16 and config.training.dtype != "float32":
@@ -292,13 +289,6 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
             " requires float32 parameters.",
             fix=f'Set {params} = "float32", or {compute} = "bfloat16".',
             keys=(params, compute),
-        )
-    if not is_float16 and config.loss_scale != LossScaleConfig():
-        yield ConfigError(
-            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" does'
-            " not scale the loss.",
-            fix=f'Remove [loss_scale], or set {compute} = "float16".',
-            keys=("loss_scale",),
         )
 
 

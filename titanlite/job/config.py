@@ -152,6 +152,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
         " [--job.check_ranks N]."
     ),
     "model.tokenizer_path": _IN_DATA,
+    "data.follow_symlinks": "is not needed: symbolic links are followed.",
     "training.dataset_path": _IN_DATA,
     "training.dataloader": _PREFETCHED,
     "training.batch_size": "is now training.local_batch_size.",

@@ -126,7 +126,7 @@ def parallelize(
     # Checkpointing comes after TP, so that the TP all-gathers are recomputed too. Per-operation
     # checkpointing comes before compile, which must see which outputs are saved.
     checkpoint_operations(blocks, activation_checkpoint)
-    if config.enable_async_tensor_parallel:
+    if config.enable_async_tensor_parallel and mesh.tp.size() > 1:
         enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
     set_memory_budget(activation_checkpoint)  # likewise
     compile_blocks(blocks, transforms.compile)

@@ -210,10 +210,3 @@ def check_activation_checkpoint(
             ' number of blocks such as "2".',
             keys=("activation_checkpoint.offload", option_key),
         )
-    if config.visualize_memory_budget_pareto and config.mode != "memory_budget":
-        yield ConfigError(
-            "activation_checkpoint.visualize_memory_budget_pareto = true: there is nothing to plot"
-            f' under {mode} = "{config.mode}".',
-            fix=f'Use {mode} = "memory_budget".',
-            keys=("activation_checkpoint.visualize_memory_budget_pareto", mode),
-        )

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.files import make_private_folder
 from titanlite.log import logger
@@ -143,30 +142,6 @@ def describe_compilation() -> str:
         f"compiled {graphs} graphs in {seconds:.1f} s"
         f" ({'cold' if misses else 'warm'} cache: {hits} of {hits + misses} found)"
     )
-
-
-def check_compile_config(
-    config: CompileConfig, section: ParallelismConfig
-) -> Iterator[ConfigError]:
-    """Reject compile settings that would have no effect."""
-    if config.enable and not config.components:
-        yield ConfigError(
-            "compile.enable = true: has no effect with an empty compile.components.",
-            fix='Use compile.components = ["model", "loss"], or one of them.',
-            keys=("compile.components",),
-        )
-    if section.enable_async_tensor_parallel:
-        degree, key = section.tensor_parallel_degree, "parallelism.enable_async_tensor_parallel"
-        missing = [f"parallelism.tensor_parallel_degree = {degree}"] if degree == 1 else []
-        missing += [] if config.compiles("model") else ["blocks are not compiled"]
-        if missing:
-            yield ConfigError(
-                f"{key} = true: the compiler overlaps tensor-parallel communication with matmuls,"
-                f" but {' and '.join(missing)}.",
-                fix="Set parallelism.tensor_parallel_degree above 1, and compile.enable = true with"
-                f' "model" among compile.components, or remove {key}.',
-                keys=(key,),
-            )
 
 
 def check_compiler(

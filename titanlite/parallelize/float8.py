@@ -216,7 +216,8 @@ def build_float8_scale_update(
     parallel it runs even if precomputing is not configured.
     """
     precompute = config.precompute_float8_dynamic_scale_for_fsdp or tp.size() > 1
-    if not config.enable_fsdp_float8_all_gather or not precompute:
+    gathers = config.recipe_name is not None and config.enable_fsdp_float8_all_gather
+    if not gathers or not precompute:
         return lambda: None
     return partial(torchao().precompute_float8_dynamic_scale_for_fsdp, model)
 
@@ -232,20 +233,15 @@ def check_float8(
     `tokens`: those of a micro-batch on one rank.
     """
     if config.recipe_name is None:
-        # filter_fqns alone is allowed: torchtitan's own TOMLs set it without a recipe.
-        for name in (
-            "enable_fsdp_float8_all_gather",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "emulate",
-        ):
-            if getattr(config, name):
-                yield _float8_error(
-                    f"{SECTION}.{name} = true: has no effect without recipe_name.",
-                    f'Set {SECTION}.recipe_name = "tensorwise", or remove {name}.',
-                    name,
-                )
         return
-    yield from _check_recipe(config)
+    recipe = config.recipe_name
+    if config.enable_fsdp_float8_all_gather and recipe != "tensorwise":
+        yield _float8_error(
+            f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
+            f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
+            'Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
+            "enable_fsdp_float8_all_gather",
+        )
     if AUTO_FILTER in config.filter_fqns and config.recipe_name == "rowwise_with_gw_hp":
         yield _float8_error(
             f'{SECTION}.filter_fqns: torchao has no measurements for "{AUTO_FILTER}" with'
@@ -273,26 +269,6 @@ def check_float8(
             " parallelism.pipeline_parallel_microbatch_size), training.seq_len or"
             f" parallelism.context_parallel_degree, or set {SECTION}.emulate = true.",
             "recipe_name",
-        )
-
-
-def _check_recipe(config: Float8Config) -> Iterator[ConfigError]:
-    """Reject a Float8 all-gather unless tensorwise, and precomputed scales without all-gather."""
-    recipe, all_gather = config.recipe_name, config.enable_fsdp_float8_all_gather
-    if all_gather and recipe != "tensorwise":
-        yield _float8_error(
-            f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
-            f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
-            'Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
-            "enable_fsdp_float8_all_gather",
-        )
-    if config.precompute_float8_dynamic_scale_for_fsdp and not all_gather:
-        yield _float8_error(
-            f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp = true: has no effect with"
-            " enable_fsdp_float8_all_gather = false.",
-            f"Set {SECTION}.enable_fsdp_float8_all_gather = true, or remove"
-            " precompute_float8_dynamic_scale_for_fsdp.",
-            "precompute_float8_dynamic_scale_for_fsdp",
         )
 
 

@@ -25,7 +25,6 @@ from titanlite.parallelize.schedule import (
     required_microbatches,
 )
 from titanlite.parallelize.stage_partition import (
-    check_stage_keys,
     partition_model,
     requested_stages,
 )
@@ -117,7 +116,7 @@ def plan_pipeline(
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
         plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
         return plan, []
-    errors = [*_check_microbatch_size(config, local_batch), *check_stage_keys(config)]
+    errors = list(_check_microbatch_size(config, local_batch))
     try:
         assignment = _assign_stages_to_ranks(config, sizes)
         errors += _check_schedule(config, assignment, local_batch, splits_backward)

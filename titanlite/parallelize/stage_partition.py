@@ -28,19 +28,6 @@ def requested_stages(config: ParallelismConfig, blocks: int, default: int) -> tu
     return default, _DEGREE_KEY
 
 
-def check_stage_keys(config: ParallelismConfig) -> Iterator[ConfigError]:
-    """Reject keys that count layers when the modules of each stage are listed by name."""
-    counting = [key for key in _COUNT_KEYS if getattr(config, key) is not None]
-    if config.module_fqns_per_model_part and counting:
-        ignored = " and ".join(f"parallelism.{key}" for key in counting)
-        yield ConfigError(
-            f"parallelism.{_NAMES_KEY}: lists the modules of each stage, so {ignored}"
-            " would be ignored.",
-            fix=f"Remove parallelism.{_NAMES_KEY}, or {ignored}.",
-            keys=(f"parallelism.{_NAMES_KEY}", *(f"parallelism.{key}" for key in counting)),
-        )
-
-
 def partition_model(
     config: ParallelismConfig, costs: Mapping[str, float], block_path: str, stages: int
 ) -> list[list[str]]:

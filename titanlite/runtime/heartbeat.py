@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.distributed.signed_store import SignedStore
+import torch.distributed as dist
+
 from titanlite.threads import DeviceThread
 
 RANKS_PER_SECOND = 1000  # load limit of the store; with more ranks, each sends less often
@@ -118,7 +119,7 @@ class HeartbeatExchange:
     Calls to a store can block forever, so they run in a thread of their own.
     """
 
-    def __init__(self, store: SignedStore, progress: RankProgress):
+    def __init__(self, store: dist.Store, progress: RankProgress):
         self.heartbeats: dict[int, Heartbeat] = {}  # the newest of each rank
         self.silent_seconds: dict[int, float] = {}  # since that heartbeat, of the ranks read last
         self.next_rank = (progress.rank + 1) % progress.world_size  # the rank that is always read
@@ -177,11 +178,9 @@ class HeartbeatExchange:
         every_rank = list(range(self._progress.world_size))
         ranks = every_rank if self._reads_all else [self.next_rank]
         silent_seconds: dict[int, float] = {}
-        for rank, text in zip(ranks, self._store.read([str(rank) for rank in ranks]), strict=True):
+        for rank, text in zip(ranks, self._read([str(rank) for rank in ranks]), strict=True):
             known = self.heartbeats.get(rank)
             heartbeat = Heartbeat(*json.loads(text)) if text else None
-            if known and (heartbeat is None or heartbeat.beat < known.beat):
-                heartbeat = known  # the text was forged or replayed
             same = heartbeat == known and rank in self.silent_seconds
             silent_seconds[rank] = self.silent_seconds[rank] + passed if same else 0.0
             if heartbeat:
@@ -194,10 +193,20 @@ class HeartbeatExchange:
         """Read the problem that was found first, after offering the one that this rank found."""
         if self.finding:
             own = json.dumps([self._progress.rank, self.finding])
-            text = self._store.set_first("verdict", own)
+            text = self._store.compare_set("verdict", "", own).decode()
         else:
-            text = self._store.read(["verdict"])[0]
+            text = self._read(["verdict"])[0]
         self.verdict = Verdict(*json.loads(text)) if text else None
+
+    def _read(self, keys: list[str]) -> list[str]:
+        """The values of these keys; "" where there is none."""
+        if self._store.check(keys):  # reading a missing key would wait for it
+            values = self._store.multi_get(keys)
+        elif len(keys) == 1:
+            values = [b""]
+        else:
+            values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        return [value.decode() for value in values]
 
 
 def _pid_namespace() -> str:

@@ -26,8 +26,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from titanlite.distributed.flight_recorder import FlightRecorder
+from titanlite.distributed.rank_tree import RankTree
 from titanlite.distributed.rendezvous import connect_to_store, explaining_failed_connections
-from titanlite.distributed.signed_store import SignedStore, share_secret
 from titanlite.distributed.time_limit import TimeLimit, exit_after
 from titanlite.errors import EXIT_RANK_LOST, RankLostError, UserError
 from titanlite.runtime.diagnosis import (
@@ -90,10 +90,9 @@ class HeartbeatWatchdog:
                 explaining_failed_connections(rank, world_size),
             ):
                 store = connect_to_store(min(self._progress.timeout_seconds, 30))
-                secret = share_secret()  # the first data that ranks exchange
+                RankTree().broadcast(b"")  # connects the ranks: no data was exchanged before
             store = dist.PrefixStore(f"watch/{self._start_id}", store)
-            signed_store = SignedStore(store, self._start_id, secret)
-            self._exchange = HeartbeatExchange(signed_store, self._progress)
+            self._exchange = HeartbeatExchange(store, self._progress)
         self._thread = DeviceThread(watch, "watchdog")
         self._thread.start()
         return self

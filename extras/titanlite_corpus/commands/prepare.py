@@ -74,11 +74,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="refuse documents larger than this (default: 128)",
     )
     add(
-        "--follow-symlinks",
-        action="store_true",
-        help="allow symbolic links to lead out of the folders given",
-    )
-    add(
         "--stall-seconds",
         type=float,
         default=STALL_SECONDS,
@@ -225,7 +220,6 @@ def prepare(args: argparse.Namespace) -> str:
         args.validation_share,
         bos=args.bos,
         workers=args.workers,
-        follow_symlinks=args.follow_symlinks,
         document_bytes=args.document_mib << 20,
         stall_seconds=args.stall_seconds,
     )

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from titanlite_corpus.hashing import mix64
+from titanlite.data.random_bits import mix
 
 SEPARATOR, LETTER, SINGLE, IGNORED = range(4)  # kinds of characters
 # SINGLE: a word of its own, in scripts without spaces. IGNORED: accents and format characters.
@@ -50,7 +50,7 @@ def character_values() -> np.ndarray:
     folded = np.arange(_CODE_POINTS, dtype=np.uint64)
     for point in np.flatnonzero(kinds[:_CASES_END] == LETTER).tolist():
         folded[point] = ord(_fold_letter(chr(point), kinds))
-    values = mix64((folded + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    values = mix((folded + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     values[(kinds == SEPARATOR) | (kinds == IGNORED)] = 0
     return values
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 
+from titanlite.data.random_bits import mix
 from titanlite_corpus.counts import SAMPLES, SAMPLES_KEY, shorten_sample
 from titanlite_corpus.deduplicate.matching import EXACT, NEAR, read_edges
 from titanlite_corpus.deduplicate.minhash import compute_signatures
 from titanlite_corpus.deduplicate.words import HashedDocuments, hash_ngrams, hash_words
 from titanlite_corpus.documents import ORIGIN, TEXT, read_tables
 from titanlite_corpus.engine import report_progress
-from titanlite_corpus.hashing import mix64
 
 
 def compare_pairs(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _choose_pairs(clusters: list[Path], matches: list[Path]) -> np.ndarray:
             exact = read_edges(matches, edges[0, 0], edges[0, -1] + 1, f"{EXACT}.npy")
             edges = edges[:, ~np.isin(edges[0], exact[0])]
         both = np.concatenate([chosen, edges], axis=1)
-        chosen = both[:, np.argsort(mix64(both[0].astype(np.uint64)), kind="stable")[:SAMPLES]]
+        chosen = both[:, np.argsort(mix(both[0].astype(np.uint64)), kind="stable")[:SAMPLES]]
         report_progress()
     return chosen
 

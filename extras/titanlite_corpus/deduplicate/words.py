@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.compute as pc  # type: ignore[import-untyped]
 
+from titanlite.data.random_bits import mix
 from titanlite_corpus.deduplicate.characters import (
     IGNORED,
     LETTER,
@@ -23,7 +24,6 @@ from titanlite_corpus.deduplicate.characters import (
     character_kinds,
     character_values,
 )
-from titanlite_corpus.hashing import mix64
 
 _BLOCK_BYTES = 1 << 18  # of text hashed at once: its arrays fit into the L2 or L3 cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64
@@ -99,7 +99,7 @@ def _hash_block(content: bytes, starts: np.ndarray) -> tuple[np.ndarray, np.ndar
     sums = np.cumsum(character_values().take(points) * powers[: len(points)])
     hashes = sums[np.append(words[1:], len(points)) - 1]  # separators add 0
     hashes[1:] -= hashes[:-1].copy()
-    return mix64(hashes * inverses[words]), counts
+    return mix(hashes * inverses[words]), counts
 
 
 @cache
