@@ -125,6 +125,13 @@ def test_gpu_runs_are_compared_with_runs_of_the_same_size():
     assert gpu.speed_of(steps) == 10.0
 
 
+def test_a_gpu_table_without_figures_is_not_published():
+    blank = gpu.GpuRow("1B", 2048, "bf16 eager", missed="no CUDA device")
+    measured = dataclasses.replace(blank, tokens_per_second=1.0, missed="")
+    assert "1B | 2,048 | bf16 eager | no CUDA device | not measured |" in gpu.gpu_table([blank])
+    assert not gpu.has_figures([blank]) and gpu.has_figures([blank, measured])
+
+
 def test_every_gpu_mode_is_a_valid_job(corpus, monkeypatch):
     """A CPU job may refuse some values, but no key may be unknown."""
     from titanlite.errors import UserError
