@@ -11,7 +11,6 @@ nanoGPT estimates its loss from 240 random windows; this is the loss of the whol
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.table_rows import grid, write_table
 from titanlite.data import ShardWriter
+from titanlite_lab.run_metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "train_configs/gpt2_characters.toml"
@@ -64,12 +64,9 @@ def train_characters(text: str, folder: Path, settings: Sequence[str]) -> list[V
         command += [f"--data.{key}", f'[{{ name = "text", path = "{path}" }}]']
     command += [f"--{setting}" for setting in settings]
     subprocess.run(command, cwd=ROOT, check=True)
-    records = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    return [
-        ValidationPoint(record["step"], record["loss"])
-        for record in records
-        if record.get("event") == "validation" and record["loss"] is not None
-    ]
+    _, events = read_metrics(folder / "run/metrics.jsonl")
+    found = [event for event in events if event["event"] == "validation"]
+    return [ValidationPoint(e["step"], e["loss"]) for e in found if e["loss"] is not None]
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.table_rows import NotMeasured
+from titanlite_lab.run_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,7 +73,9 @@ def failure_reason(stderr: str) -> str:
 
 def python_path() -> str:
     """PYTHONPATH of a process that imports this repository."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.pathsep.join(
+        filter(None, (str(ROOT), str(ROOT / "extras"), os.environ.get("PYTHONPATH")))
+    )
 
 
 def _run_python(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
@@ -158,8 +160,7 @@ def as_arguments(settings: Mapping[str, object]) -> list[str]:
 
 def step_lines(folder: str | Path) -> list[dict]:
     """The step lines of a run's metrics.jsonl."""
-    text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
-    return [line for line in map(json.loads, text.splitlines()) if "event" not in line]
+    return read_metrics(Path(folder) / "metrics.jsonl")[0]
 
 
 def train(

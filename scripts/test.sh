@@ -26,8 +26,9 @@ QUICK=(
   tests/checkpoint/test_huggingface.py
   tests/distributed/test_mesh.py tests/distributed/test_collectives.py
   tests/distributed/test_initial_weights.py tests/distributed/test_reductions.py
-  "$ORACLE[shard=2]" "$ORACLE[tensor=2]" "$ORACLE[shard=2,tensor=2]" "$ORACLE[context=2]"
-  "$ORACLE[pipeline=2,microbatch=9]"
+  "$ORACLE[SGD: shard=2,accumulate=3]" "$ORACLE[SGD: tensor=2,accumulate=3]"
+  "$ORACLE[SGD: shard=2,tensor=2,accumulate=3]" "$ORACLE[SGD: context=2,accumulate=3]"
+  "$ORACLE[SGD: pipeline=2,microbatch=3,accumulate=3]"
 )
 for argument in "$@"; do
   shift

@@ -13,7 +13,8 @@ from titanlite.errors import ConfigError, DataError
 from titanlite.log import pluralize
 from titanlite.metrics.sinks import METRICS_FILE
 from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
-from titanlite_lab.loss_curve import BLUE, RED, read_metrics, style_panel
+from titanlite_lab.loss_curve import BLUE, RED, style_panel
+from titanlite_lab.run_metrics import read_metrics
 
 _APPROXIMATE = ("loss", "grad_norm", "lr")  # must agree within the tolerance
 _EXACT = ("tokens", "samples")  # must be equal, else the runs read different batches

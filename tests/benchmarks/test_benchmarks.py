@@ -23,8 +23,7 @@ from benchmarks.gpu_plans import (
     share_of_peak,
 )
 from benchmarks.memory_probe import transient_bytes
-from benchmarks.processes import Task, alternate, failure_reason, step_lines
-from benchmarks.table_rows import Row, number, row, table, write_table
+from benchmarks.processes import Task, alternate, failure_reason
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,12 +52,6 @@ def test_a_failed_run_is_reported_with_its_error():
     several = "titanlite: 2 problems\n  1. a = 1: no.\n  2. b = 2: no.\nnoise of a library\n"
     assert failure_reason(several) == "2 problems 1. a = 1: no. 2. b = 2: no."
     assert failure_reason("Traceback:\n  x\nValueError: no\n\n") == "ValueError: no"
-
-
-def test_events_are_not_read_as_steps(tmp_path):
-    lines = [{"step": 1}, {"event": "validation", "step": 1}, {"step": 2}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert [line["step"] for line in step_lines(tmp_path)] == [1, 2]
 
 
 def test_transient_memory_is_measured_between_two_optimizer_steps():
@@ -112,23 +105,6 @@ def test_a_plan_needs_what_the_planner_estimates_for_its_job():
 
 
 # --- tables --------------------------------------------------------------------------------------
-
-
-def test_a_missing_figure_is_shown_as_not_measured():
-    rows = [row("fast", "s", [3.0, 1.0, 2.0], "< 4"), Row("slow", "s", missed="no such machine")]
-    lines = table(rows).splitlines()
-    assert lines[2] == "| fast | 2 | 1 to 3 | s | < 4 |"
-    assert lines[3] == "| slow | not measured | no such machine | s |  |"
-    assert (number(1234.5), number(0.12345), number(None)) == ("1,234", "0.123", "not measured")
-
-
-def test_every_round_is_written_beside_the_table(tmp_path):
-    write_table(
-        tmp_path / "b" / "t.md", {"date": "today"}, table([]), [row("fast", "s", [3.0, 1.0])]
-    )
-    assert (tmp_path / "b" / "t.md").read_text().startswith("- date: today\n\n| measurement |")
-    record = json.loads((tmp_path / "b" / "t.json").read_text())
-    assert record["date"] == "today" and record["rows"][0]["each"] == [3.0, 1.0]
 
 
 def test_gpu_runs_are_compared_with_runs_of_the_same_size():

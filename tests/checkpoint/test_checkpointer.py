@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
 from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_families import recipe_of
+from tests.distributed.recipes import recipe_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.checkpointer import _without_excluded
 from titanlite.checkpoint.job_properties import check_job_properties

@@ -12,7 +12,8 @@ from tests.checkpoint.test_huggingface import load_into_layout
 from tests.distributed.moe_family import MOE_FAMILY, MoESizes
 from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_expert_parallel import RECIPE, SIZES
+from tests.distributed.recipes import MOE as RECIPE
+from tests.distributed.recipes import MOE_SIZES as SIZES
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.models import FAMILIES, LLAMA3, ExpertSizes

@@ -27,6 +27,7 @@ from tests.distributed.oracle import (
     Recipe,
     family_of,
     merge_parts,
+    own_rows,
     reference_logits,
     shard_and_offset,
     start_run,
@@ -179,11 +180,9 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     _load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
-    sequences = case.recipe.batch // mesh.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
-            inputs, labels = (tensor[own_slice] for tensor in read_batch(number, case.recipe))
+            inputs, labels = own_rows(mesh, *read_batch(number, case.recipe))
             settings = StepSettings(mesh, 0.0, in_backward)
             batch = engine.prepare(inputs, labels)
             step = take_step(state, engine, batch, lr=0.0, settings=settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,7 @@ from titanlite.parallelize import (
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
+from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.engine import Engine, build_engine
@@ -102,15 +103,7 @@ class Layout:
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(
-            self.replicate,
-            self.shard,
-            self.context,
-            self.tensor,
-            self.pipeline,
-            self.expert,
-            self.expert_tensor,
-        )
+        return Degrees(**{field.name: getattr(self, field.name) for field in fields(Degrees)})
 
     def local_batch(self, recipe: Recipe) -> int:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
@@ -162,6 +155,27 @@ class Layout:
         return ",".join(changed) or "one"
 
 
+def parse_layouts(text: str) -> list[Layout]:
+    """The layouts that `str` writes so, separated by ";"; "*" is every schedule.
+
+    With `stages`, every schedule that leaves the number of stages to the user.
+    """
+    layouts = []
+    for part in map(str.strip, text.split(";")):
+        layout = _parse_layout(part)
+        free = [n for n, s in SCHEDULES.items() if s.stages_per_rank is None or not layout.stages]
+        layouts += (
+            [replace(layout, schedule=n) for n in free] if layout.schedule == "*" else [layout]
+        )
+    return layouts
+
+
+def _parse_layout(text: str) -> Layout:
+    pairs = [pair.split("=") for pair in text.split(",")] if text != "one" else []
+    kinds = {bool: lambda value: value == "True", int: int, str: str}
+    return Layout(**{key: kinds[type(getattr(Layout, key))](value) for key, value in pairs})
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Model, data and optimizer of a run; changing them changes the results."""
@@ -181,6 +195,11 @@ class Recipe:
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
     balancing: LoadBalancing = NO_BALANCING  # of experts
+    compare_tensors: bool | None = None  # gradients and weights; None: under SGD
+
+    @property
+    def compares_tensors(self) -> bool:
+        return self.optimizer == "SGD" if self.compare_tensors is None else self.compare_tensors
 
     @property
     def spec(self) -> ModelSpec[Any]:
@@ -231,6 +250,12 @@ def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     # Some layouts get micro-batches without any valid label.
     labels[recipe.batch // 2 : recipe.batch // 2 + 3] = IGNORE_INDEX
     return inputs, labels
+
+
+def own_rows(mesh: Mesh, *tensors: Tensor) -> list[Tensor]:
+    """This rank's rows of tensors of a global batch."""
+    rows = len(tensors[0]) // mesh.degrees.data
+    return [each[mesh.batch_rank * rows : (mesh.batch_rank + 1) * rows] for each in tensors]
 
 
 def read_packed(position: int, sequences: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -419,8 +444,8 @@ def run_until(
     until: int,
     early: OptimizerInBackward | None = None,
 ) -> None:
-    """Take steps up to `until` and record them; under SGD, with all gradients and weights."""
-    named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
+    """Take steps up to `until` and record them, with gradients and weights that are compared."""
+    named = list(state.model.named_parameters()) if recipe.compares_tensors else []
     gradients: dict[str, Any] = {}  # of this step; in backward, added one by one
 
     def record_gradients(*_) -> None:
@@ -432,9 +457,7 @@ def run_until(
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
     clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
     while state.step < until:
-        sequences = recipe.batch_of(state.step) // mesh.degrees.data
-        own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-        inputs, labels = (part[own_slice] for part in batch_at(state.step, recipe))
+        inputs, labels = own_rows(mesh, *batch_at(state.step, recipe))
         for group in state.optimizer.param_groups:
             group["lr"] = 0.0  # a step before the learning rate is set would have no effect
         result = take_step(
@@ -442,12 +465,7 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(
-                mesh,
-                recipe.max_norm,
-                early,
-                clip if recipe.adaptive else None,
-            ),
+            settings=StepSettings(mesh, recipe.max_norm, early, clip if recipe.adaptive else None),
         )
         if named:
             record.gradients.append(dict(gradients))
@@ -566,6 +584,11 @@ def _worst_tensor(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> flo
 
 def _worst(pairs) -> float:
     return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=0.0)
+
+
+def fit_recipe(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe, with more blocks where the layout has a pipeline."""
+    return with_enough_blocks(recipe, layout) if layout.pipeline > 1 else recipe
 
 
 def with_enough_blocks(recipe: Recipe, layout: Layout) -> Recipe:

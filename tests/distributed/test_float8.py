@@ -31,6 +31,7 @@ from tests.distributed.oracle import (
     ValidationData,
     batch_at,
     merge_ranks,
+    own_rows,
     run_until,
     shard_and_offset,
     start_run,
@@ -263,9 +264,7 @@ def test_the_reference_differs_with_float8():
 def run_forward(layout: Layout, float8: Float8Config) -> tuple[float, Counter]:
     """(loss, bytes of its all-gathers) of one forward in bfloat16."""
     _, engine, mesh = start_run(layout, RECIPE, float8=float8, dtype=torch.bfloat16)
-    sequences = RECIPE.batch // layout.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, RECIPE))
+    inputs, labels = own_rows(mesh, *batch_at(0, RECIPE))
     with AllGatherBytes() as traffic:
         loss = engine.evaluate(inputs, labels).item()
     return loss / valid_tokens(labels).item(), traffic.bytes

@@ -18,6 +18,7 @@ from tests.distributed.oracle import (
     Layout,
     build_sharded,
     full_value,
+    parse_layouts,
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -27,19 +28,11 @@ from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
 # Matrices of several blocks of rows, with sizes that no number of ranks divides.
 SEVERAL_BLOCKS = replace(SIZES, dim=64, vocab_size=5003)
-LAYOUTS = [
-    Layout(),
-    Layout(shard=3),
-    Layout(shard=4),
-    Layout(replicate=2, shard=2),
-    Layout(tensor=2),
-    Layout(tensor=4),
-    Layout(shard=2, tensor=2),
-    Layout(replicate=2, shard=2, tensor=2),
-    Layout(context=2, shard=2),
-    Layout(pipeline=2, shard=2),
-    Layout(pipeline=2, tensor=2, schedule="ZBVZeroBubble", stages=4, microbatch=9),
-]
+LAYOUTS = parse_layouts(
+    "one; shard=3; shard=4; replicate=2,shard=2; tensor=2; tensor=4; shard=2,tensor=2;"
+    "replicate=2,shard=2,tensor=2; context=2,shard=2; pipeline=2,shard=2;"
+    "pipeline=2,tensor=2,schedule=ZBVZeroBubble,stages=4,microbatch=9"
+)
 
 
 def hash_weights(layout, sizes, mup_base=None, like_torchtitan=False) -> dict[str, str]:

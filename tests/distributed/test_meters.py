@@ -19,6 +19,8 @@ from tests.distributed.oracle import (
     SGD,
     Layout,
     batch_at,
+    own_rows,
+    parse_layouts,
     start_run,
     tokens,
 )
@@ -32,18 +34,12 @@ from titanlite.training.step import StepSettings, take_step
 
 RECIPE = replace(SGD, batch=12, sizes=replace(SGD.sizes, n_layers=4))
 LAYERS = ["tok_embeddings", *(f"layers.{n}" for n in range(4)), "norm", "output"]
-LAYOUTS = [
-    [Layout(), Layout(accumulate=3), Layout(early=True), Layout(offload=True)],
-    [
-        Layout(shard=2),
-        Layout(replicate=2),
-        Layout(tensor=2),
-        Layout(context=2),
-        Layout(pipeline=2, microbatch=3, accumulate=2),
-        Layout(shard=2, reduction="last_microbatch", accumulate=2),
-    ],
-    [Layout(shard=2, tensor=2), Layout(replicate=2, shard=2), Layout(pipeline=2, tensor=2)],
-]
+LAYOUTS = (
+    "one; accumulate=3; early=True; offload=True",
+    "shard=2; replicate=2; tensor=2; context=2; pipeline=2,microbatch=3,accumulate=2;"
+    "shard=2,reduction=last_microbatch,accumulate=2",
+    "shard=2,tensor=2; replicate=2,shard=2; pipeline=2,tensor=2",
+)
 
 
 def layer_of(name: str) -> str:
@@ -100,19 +96,12 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
         state.optimizer.update_norms.arm()
         if not early:  # which would apply the gradient of the small batch
             noise.arm()
-    sequences = RECIPE.batch // mesh.degrees.data
-    own = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-    inputs, labels = (part[own] for part in batch_at(0, RECIPE))
+    inputs, labels, sources = own_rows(mesh, *batch_at(0, RECIPE), SOURCES)
     batch = noise.prepare(inputs, labels)
     if metered:
-        batch = batch.with_sources(SOURCES[own], 3)
-    result = take_step(
-        state,
-        noise,
-        batch,
-        lr=RECIPE.lr,
-        settings=StepSettings(mesh, 0.0, early),
-    )
+        batch = batch.with_sources(sources, 3)
+    settings = StepSettings(mesh, 0.0, early)
+    result = take_step(state, noise, batch, lr=RECIPE.lr, settings=settings)
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
         weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())
@@ -130,9 +119,9 @@ def run_steps(layouts: list[Layout]) -> list[tuple]:
     return [(run_step(layout, True), run_step(layout, False)) for layout in layouts]
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda layouts: ";".join(map(str, layouts)))
-def test_every_layout_measures_the_same_and_the_step_changes_no_bit(layouts):
-    norms, half, losses = expected()
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_every_layout_measures_the_same_and_the_step_changes_no_bit(text):
+    layouts, (norms, half, losses) = parse_layouts(text), expected()
     for results in run_on_ranks(run_steps, layouts[0].degrees.ranks, layouts):
         for layout, (metered, unmetered) in zip(layouts, results, strict=True):
             weights, combined, small, of_sources = metered

@@ -11,12 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_expert_parallel import RECIPE
+from tests.distributed.recipes import MOE
 from titanlite.models import valid_tokens
 from titanlite.parallelize.token_exchange import _RowExchange
 
 BLOCKS = 4
-EXPERT_RECIPE = replace(RECIPE, sizes=replace(RECIPE.sizes, n_layers=2))  # one block with experts
+EXPERT_RECIPE = replace(MOE, sizes=replace(MOE.sizes, n_layers=2))  # one block with experts
 
 
 def order_of_events(layout) -> list[tuple[str, str]]:

@@ -18,11 +18,13 @@ from tests.distributed.oracle import (
     Layout,
     batch_at,
     build_sharded,
+    fit_recipe,
     full_value,
     one_process,
+    own_rows,
+    parse_layouts,
     start_run,
     tokens,
-    with_enough_blocks,
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
@@ -77,15 +79,13 @@ def _dtypes_in(value):
 
 
 def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
-    recipe = with_enough_blocks(RECIPE, layout) if layout.pipeline > 1 else RECIPE
+    recipe = fit_recipe(RECIPE, layout)
     model, mesh, engine = build_sharded(
         layout, recipe, dtype=compute_dtype, param_dtype=param_dtype
     )
     shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
-    sequences = recipe.batch // layout.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, mesh.batch_rank * sequences + sequences)
-    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, recipe))
+    inputs, labels = own_rows(mesh, *batch_at(0, recipe))
     activations, rotary = set(), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda module, args, out: activations.add(out.dtype))
@@ -117,24 +117,13 @@ def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
     }
 
 
-LAYOUTS = [
-    Layout(),
-    Layout(shard=2),
-    Layout(replicate=2),
-    Layout(tensor=2),
-    Layout(shard=2, tensor=2),
-    Layout(context=2),
-    Layout(pipeline=2, microbatch=9, less=(0, 0)),
-]
-MORE_LAYOUTS = [
-    Layout(accumulate=3, reduction="last_microbatch"),
-    Layout(tensor=4),  # more ranks than key-value heads
-    Layout(pipeline=2, microbatch=3, schedule="InterleavedZeroBubble"),
-    Layout(pipeline=2, microbatch=3, schedule="ZBVZeroBubble"),
-    Layout(pipeline=2, microbatch=3, schedule="DualPipeV"),
-]
-
-
+LAYOUTS = parse_layouts("one; shard=2; replicate=2; tensor=2; shard=2,tensor=2; context=2")
+LAYOUTS += [Layout(pipeline=2, microbatch=9, less=(0, 0))]
+MORE_LAYOUTS = parse_layouts(  # with 4 tensor-parallel ranks, more than key-value heads
+    "accumulate=3,reduction=last_microbatch; tensor=4;"
+    "pipeline=2,microbatch=3,schedule=InterleavedZeroBubble;"
+    "pipeline=2,microbatch=3,schedule=ZBVZeroBubble; pipeline=2,microbatch=3,schedule=DualPipeV"
+)
 RECIPE = replace(SGD, sizes=replace(SIZES, qk_norm=True))
 PRECISIONS = [  # (compute dtype, param dtype)
     (torch.bfloat16, torch.float32),
@@ -178,9 +167,7 @@ def gradient_of_a_frequent_token(layout) -> torch.Tensor:
     inputs, labels = tokens(1, recipe.batch, recipe.seq_len, recipe)
     is_frequent = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.9
     inputs[is_frequent] = FREQUENT
-    sequences = recipe.batch // mesh.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-    batch = engine.prepare(inputs[own_slice], labels[own_slice])
+    batch = engine.prepare(*own_rows(mesh, inputs, labels))
     engine.forward_backward(batch, valid_tokens(labels))
     return full_value(model.tok_embeddings.weight.grad)[FREQUENT]
 
@@ -212,11 +199,9 @@ def steps_with_an_overflow(layout) -> list[dict]:
     engine.forward_backward = forward_backward_with_overflow
     steps = []
     for step in range(4):
-        sequences = ADAMW.batch // mesh.degrees.data
-        own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-        inputs, labels = (tensor[: ADAMW.batch][own_slice] for tensor in batch_at(step, ADAMW))
+        whole = (tensor[: ADAMW.batch] for tensor in batch_at(step, ADAMW))
         settings = StepSettings(mesh, max_norm=0.1)
-        batch = engine.prepare(inputs, labels)
+        batch = engine.prepare(*own_rows(mesh, *whole))
         result = take_step(state, engine, batch, lr=ADAMW.lr, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]
         tensors = [t.detach() for t in (*state.model.parameters(), *states)]

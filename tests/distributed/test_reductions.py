@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded
+from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, own_rows
 from tests.distributed.ranks import run_on_ranks
 
 
@@ -29,9 +29,7 @@ RECIPE = replace(SGD, batch=12, seq_len=12)
 
 def count_reductions(layout) -> int:
     _, mesh, engine = build_sharded(layout, RECIPE)
-    sequences = RECIPE.batch // layout.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, RECIPE))
+    inputs, labels = own_rows(mesh, *batch_at(0, RECIPE))
     with ReduceScatterCounter() as counter:
         engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
     return counter.count

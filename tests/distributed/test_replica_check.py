@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.oracle import ADAMW, Layout, Record, run_until, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.recipes import MOE, MOE_EXPERTS, MOE_SIZES
 from titanlite.distributed.tensors import local_shard
 from titanlite.meters.replica_check import ROW, ROWS, ReplicaCheck, find_differing_ranks, hash_bits
 
@@ -141,3 +142,22 @@ def test_the_hash_depends_on_the_order_and_not_on_the_chunks(monkeypatch):
     monkeypatch.setitem(ROWS, "cpu", 2)
     assert hash_bits(values).item() == whole
     assert hash_bits(torch.zeros(0)).item() == 0
+
+
+def test_a_flipped_bit_of_an_expert_names_its_replicas():
+    layout, expert = Layout(replicate=2, shard=2, expert=2), "layers.1.moe.experts.w2"
+    case = (layout, 3, expert)
+    for ((healthy, damaged),) in run_on_ranks(findings_of, 4, [case], MOE):
+        assert healthy == []
+        assert [finding[0] for finding in damaged] == [[1, 3]]
+
+
+def test_a_flipped_bit_of_a_selection_bias_is_found_on_all_ranks_that_have_it():
+    """It is no parameter, but it selects experts: ranks would route the same token differently."""
+    sizes = replace(MOE_SIZES, experts=replace(MOE_EXPERTS, score="sigmoid", selection_bias=True))
+    bias, recipe = "layers.1.moe.router.expert_bias", replace(MOE, sizes=sizes)
+    cases = [(layout, 1, bias) for layout in (Layout(replicate=2), Layout(shard=2, expert=2))]
+    for rank in run_on_ranks(findings_of, 2, cases, recipe):
+        for healthy, damaged in rank:
+            assert healthy == []
+            assert [(finding[0], finding[3]) for finding in damaged] == [([0, 1], bias)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,27 +18,41 @@ from tests.distributed.oracle import (
     Record,
     batch_at,
     one_process,
+    parse_layouts,
     run_until,
     start_run,
     with_enough_blocks,
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.recipes import MOE_SIZES
 from titanlite.checkpoint.manifest import read_checkpoint_manifest
 from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.errors import CheckpointError
 from titanlite.optim.fp32_vectors import MASTER
 from titanlite.storage import StorageFolder
 
-LAYOUTS = {
-    "one": Layout(),
-    "shard3": Layout(shard=3, accumulate=2),  # 509 rows over 3 ranks
-    "shard2tensor2": Layout(shard=2, tensor=2),
-    "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
-    "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
+DENSE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
+TIED = with_tied_embeddings(DENSE)
+EXPERTS = replace(ADAMW, sizes=replace(MOE_SIZES, n_layers=2), batch=8, seq_len=12)
+RUNS = {  # name -> (recipe, layouts); a run saved under each layout resumes under every other
+    "dense": (  # 509 rows over 3 ranks
+        DENSE,
+        "one; shard=3,accumulate=2; shard=2,tensor=2; pipeline=2,context=2,microbatch=3;"
+        "pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble",
+    ),
+    "tied": (
+        TIED,
+        "one; pipeline=2,microbatch=3; pipeline=2,shard=2,microbatch=3;"
+        "pipeline=2,tensor=2,microbatch=3,schedule=ZBVZeroBubble",
+    ),
+    "experts": (
+        EXPERTS,
+        "one; shard=2,expert=2; shard=8,expert=4; tensor=2,shard=2,expert=2,expert_tensor=2;"
+        "pipeline=2,tensor=2,expert=2,microbatch=2",
+    ),
 }
-RECIPE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
-STOP = 2  # of RECIPE.steps
+STOP = 2  # of the recipes' steps
 
 
 def train_and_save(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
@@ -74,64 +90,42 @@ def merge_bits(parts) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
-    """A checkpoint under every layout: (folder, saved bits)."""
-    saved_by = {}
-    for name, layout in LAYOUTS.items():
-        folder = str(tmp_path_factory.mktemp(name))
-        saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, RECIPE, folder)
-        saved_by[name] = (folder, merge_bits(saved))
-    return saved_by
+def checkpoints(tmp_path_factory) -> Callable[[str], dict[Layout, tuple[str, dict[str, bytes]]]]:
+    """The checkpoints of a run under each of its layouts: (folder, saved bits)."""
+
+    @cache
+    def save(run: str) -> dict[Layout, tuple[str, dict[str, bytes]]]:
+        (recipe, text), saved_by = RUNS[run], {}
+        for layout in parse_layouts(text):
+            folder = str(tmp_path_factory.mktemp("saved"))
+            saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, recipe, folder)
+            saved_by[layout] = (folder, merge_bits(saved))
+        return saved_by
+
+    return save
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
-def test_every_layout_resumes_from_every_other(after, checkpoints):
-    layout, expected = LAYOUTS[after], one_process(RECIPE).losses
-    folders = [folder for folder, _ in checkpoints.values()]
-    by_rank = run_on_ranks(resume, layout.degrees.ranks, layout, RECIPE, folders)
-    for (before, (_, saved)), *results in zip(checkpoints.items(), *by_rank, strict=True):
+@pytest.mark.parametrize(
+    "run, after",
+    [(run, layout) for run, (_, text) in RUNS.items() for layout in parse_layouts(text)],
+    ids=str,
+)
+def test_every_layout_resumes_from_every_other(run, after, checkpoints):
+    recipe, expected = RUNS[run][0], one_process(RUNS[run][0]).losses
+    folders = [folder for folder, _ in checkpoints(run).values()]
+    by_rank = run_on_ranks(resume, after.degrees.ranks, after, recipe, folders)
+    for (before, (_, saved)), *results in zip(checkpoints(run).items(), *by_rank, strict=True):
         loaded = merge_bits([bits for bits, _ in results])
         assert loaded == saved, f"{before} -> {after}: loaded bits differ from saved bits"
         for _, losses in results:
             assert losses == pytest.approx(expected[STOP:], rel=1e-5), f"{before} -> {after}"
 
 
-TIED = with_tied_embeddings(RECIPE)
-TIED_LAYOUTS = {
-    "one": Layout(),
-    "pipeline2": Layout(pipeline=2, microbatch=3),
-    "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3),
-    "pipeline2tensor2": Layout(pipeline=2, tensor=2, microbatch=3, schedule="ZBVZeroBubble"),
-}
-
-
-@pytest.fixture(scope="module")
-def tied_checkpoints(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
-    """A checkpoint of a model with tied embeddings under every layout: (folder, saved bits)."""
-    saved_by = {}
-    for name, layout in TIED_LAYOUTS.items():
-        folder = str(tmp_path_factory.mktemp(name))
-        saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, TIED, folder)
-        saved_by[name] = (folder, merge_bits(saved))
-    return saved_by
-
-
-@pytest.mark.parametrize("after", TIED_LAYOUTS)
-def test_tied_weights_resume_under_another_layout(after, tied_checkpoints):
-    layout, expected = TIED_LAYOUTS[after], one_process(TIED).losses
-    folders = [folder for folder, _ in tied_checkpoints.values()]
-    by_rank = run_on_ranks(resume, layout.degrees.ranks, layout, TIED, folders)
-    for (_, saved), *results in zip(tied_checkpoints.values(), *by_rank, strict=True):
-        assert merge_bits([loaded for loaded, _ in results]) == saved
-        for _, losses in results:
-            assert losses == pytest.approx(expected[STOP:], rel=1e-5)
-
-
-def test_a_checkpoint_has_a_tied_weight_as_without_stages(tied_checkpoints):
+def test_a_checkpoint_has_a_tied_weight_as_without_stages(checkpoints):
     """Both names of the weight, and one state of the optimizer; equal shards have equal hashes."""
     manifests = [
         read_checkpoint_manifest(StorageFolder(folder) / f"step-{STOP}").tensors
-        for folder, _ in tied_checkpoints.values()
+        for folder, _ in checkpoints("tied").values()
     ]
     assert all(tensors.keys() == manifests[0].keys() for tensors in manifests)
     for tensors in manifests:
@@ -153,12 +147,17 @@ def train_and_compare_copies(layout, recipe) -> list[dict[str, bytes]]:
 
 
 @pytest.mark.parametrize(
-    "name, layout", [("AdamW", "pipeline2shard2"), ("Adafactor", "pipeline2tensor2")]
+    "name, layout",
+    [
+        ("AdamW", Layout(pipeline=2, shard=2, microbatch=3)),
+        ("Adafactor", Layout(pipeline=2, tensor=2, microbatch=3, schedule="ZBVZeroBubble")),
+    ],
+    ids=str,
 )
 def test_both_copies_of_a_tied_weight_have_the_same_bits(name, layout):
     """Its weight decay is that of every parameter, and not the doubled one of two optimizers."""
     recipe = replace(TIED, optimizer=name, options=(("weight_decay", 0.5),))
-    by_rank = run_on_ranks(train_and_compare_copies, 4, TIED_LAYOUTS[layout], recipe)
+    by_rank = run_on_ranks(train_and_compare_copies, 4, layout, recipe)
     assert sorted(map(len, by_rank)) == [1, 1, 2, 2]  # the ranks of the last stage have the copy
     trained = merge_bits([part for parts in by_rank for part in parts])
     for key in ("tok_embeddings.weight", "layers.0.attention.wq.weight"):

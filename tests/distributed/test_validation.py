@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import FAMILY, SEED, SGD, SIZES, Layout, build_sharded
+from tests.distributed.oracle import (
+    FAMILY,
+    SEED,
+    SGD,
+    SIZES,
+    Layout,
+    build_sharded,
+    parse_layouts,
+)
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import (
     SourceConfig,
@@ -83,13 +91,10 @@ def validate_in_one_process(path, count) -> ValidationResult:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(),
-        Layout(shard=3),
-        Layout(tensor=2, loss_parallel=False),
-        Layout(context=2, shard=2),
-        Layout(pipeline=2, context=2, microbatch=4),
-    ],
+    parse_layouts(
+        "one; shard=3; tensor=2,loss_parallel=False; context=2,shard=2;"
+        "pipeline=2,context=2,microbatch=4"
+    ),
     ids=str,
 )
 def test_validation_counts_every_token_once_under_every_layout(layout, corpus):

@@ -395,23 +395,22 @@ def test_a_folder_called_wandb_is_not_mistaken_for_the_package(tmp_path, monkeyp
         open_in(tmp_path, enable_wandb=True)
 
 
+def install_wandb(monkeypatch, log=lambda values, step: None, **functions) -> None:
+    """A package "wandb" whose `init` returns a run with `log` and `finish`."""
+    package = types.ModuleType("wandb")
+    run = types.SimpleNamespace(log=log, finish=functions.get("finish", lambda: None))
+    package.init = lambda **settings: (functions.get("init", dict)(**settings), run)[1]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+
+
 def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
     sent, started = [], {}
-
-    class Run:
-        def log(self, values, step):
-            sent.append((step, values))
-
-        def finish(self):
-            sent.append("finished")
-
-    def init(**settings):
-        started.update(settings)
-        return Run()
-
-    package = types.ModuleType("wandb")
-    package.init = init
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    install_wandb(
+        monkeypatch,
+        lambda values, step: sent.append((step, values)),
+        finish=lambda: sent.append("finished"),
+        init=started.update,
+    )
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
@@ -429,17 +428,11 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
 def test_wandb_keeps_the_roll_back_and_later_evaluations(tmp_path, monkeypatch):
     kept = []
 
-    class Run:
-        def log(self, values, step):  # W&B drops what is of an earlier step than its last one
-            if step >= max((known for known, _ in kept), default=0):
-                kept.append((step, values))
+    def log(values, step):  # W&B drops what is of an earlier step than its last one
+        if step >= max((known for known, _ in kept), default=0):
+            kept.append((step, values))
 
-        def finish(self):
-            pass
-
-    package = types.ModuleType("wandb")
-    package.init = lambda **settings: Run()
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    install_wandb(monkeypatch, log)
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step({**STEP, "step": 9})
         sinks.roll_back(5, 0)
@@ -457,16 +450,10 @@ def test_a_failing_service_loses_only_its_own_records(tmp_path, monkeypatch, log
     class CommError(Exception):  # like wandb's errors, not an OSError
         pass
 
-    def fail_in(name):
-        if name == fails_in:
-            raise CommError("the service is down")
+    def fail(*_, **__):
+        raise CommError("the service is down")
 
-    run = types.SimpleNamespace(
-        log=lambda values, step: fail_in("log"), finish=lambda: fail_in("finish")
-    )
-    service = types.ModuleType("wandb")
-    service.init = lambda **settings: (fail_in("init"), run)[1]
-    monkeypatch.setitem(sys.modules, "wandb", service)
+    install_wandb(monkeypatch, **{fails_in: fail})
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.step({**STEP, "step": 2})
@@ -481,31 +468,23 @@ def test_other_ranks_log_and_write_nothing(logged):
     assert logged() == []
 
 
-class CountingSink:
-    """A sink that counts its records."""
-
-    def __init__(self, completed_steps: int):
-        self.completed_steps, self.records = completed_steps, 0
-
-    def step(self, record) -> None:
-        self.records += 1
-
-    event = step
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_new_sink_is_one_class_and_one_line(tmp_path, monkeypatch):
-    built: list[CountingSink] = []
+    records: list[dict] = []
 
-    def build(run) -> CountingSink:
-        built.append(CountingSink(run.completed_steps))
-        return built[0]
+    class Sink:
+        step = event = staticmethod(records.append)
 
-    monkeypatch.setitem(SINKS, "counting", build)
+        def __init__(self, run):
+            records.append({"completed": run.completed_steps})
+
+        def close(self) -> None:
+            records.append({"closed": True})
+
+    monkeypatch.setitem(SINKS, "counting", Sink)
     monkeypatch.setitem(SINKS, "disabled", lambda run: None)
     with open_in(tmp_path, completed_steps=3) as sinks:
         sinks.step(STEP)
         sinks.event(4, "checkpoint_saved", path="step-4")
-    assert (built[0].completed_steps, built[0].records) == (3, 2)
+    first, step, event, last = records
+    assert (first, step["step"], event["step"]) == ({"completed": 3}, 1, 4)
+    assert last == {"closed": True}

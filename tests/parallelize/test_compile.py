@@ -17,7 +17,14 @@ from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
+from tests.distributed.oracle import (
+    SGD,
+    Layout,
+    batch_at,
+    build_sharded,
+    own_rows,
+    with_enough_blocks,
+)
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import measure_allocations
 from titanlite.errors import ConfigError
@@ -48,13 +55,11 @@ def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
     """(graphs after two steps, after four, the log line, whether parameter names are unchanged)."""
     recipe = with_enough_blocks(SGD, layout)
     model, mesh, engine = build_sharded(layout, recipe)
-    sequences = recipe.batch // mesh.degrees.data
-    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     graphs = []
     for stance in ("default", "fail_on_recompile"):
         with torch.compiler.set_stance(stance):
             for step in (0, 1):
-                inputs, labels = (tensor[own_slice] for tensor in batch_at(step, recipe))
+                inputs, labels = own_rows(mesh, *batch_at(step, recipe))
                 engine.forward_backward(engine.prepare(inputs, labels), valid_tokens(labels))
         graphs.append(counters["stats"]["unique_graphs"])
     original = {name for name, _ in FAMILIES["llama3"].build(recipe.sizes).named_parameters()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from pictures.canvas import FAINT, INK, save_png
+from titanlite_lab.run_metrics import read_metrics
 
 STEPS = 30
 COLOURS = ("#1d2733", "#3f6ea8", "#5da271", "#e2a94f", "#c96f62", "#8a63b0", "#4ba3a8", "#b0876a")
@@ -67,8 +67,7 @@ def train_all(root: Path, work: Path) -> dict[str, list[float]]:
         launch = ["bash", "scripts/launch.sh", str(ranks), "train.py"]
         config = ["--job.config_file", "train_configs/debug_model.toml"]
         _run([*launch, *config, *JOB, *overrides], root)
-        lines = map(json.loads, (out / "metrics.jsonl").read_text("utf-8").splitlines())
-        losses[label] = [line["loss"] for line in lines if "event" not in line]
+        losses[label] = [line["loss"] for line in read_metrics(out / "metrics.jsonl")[0]]
         print(f"{label}: {losses[label][0]:.6f} to {losses[label][-1]:.6f}", flush=True)
     return losses
 

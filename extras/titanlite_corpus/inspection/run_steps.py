@@ -20,7 +20,7 @@ from titanlite.guard.rollback import RollbackHistory, RollbackTry, Trouble
 from titanlite.job import JobConfig
 from titanlite.metrics import METRICS_FILE
 from titanlite.training.batch_schedule import build_batch_schedule
-from titanlite_lab.loss_curve import Record, read_metrics
+from titanlite_lab.run_metrics import Record, read_metrics
 
 DATA_PROPERTIES = ("debug.seed", "training.seq_len", "data.tokenizer", "data.bos", "data.sources")
 

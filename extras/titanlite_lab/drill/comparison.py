@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.metrics import METRICS_FILE
 from titanlite.storage import StorageFolder
 from titanlite_lab.drill.run import Drill
+from titanlite_lab.run_metrics import read_metrics
 
 TOLERANCE = 1e-5  # relative, between losses of different layouts
 MAX_DAMAGE = 0.02  # relative, between the validation losses of a poisoned run and a clean one
@@ -17,8 +17,8 @@ MAX_DAMAGE = 0.02  # relative, between the validation losses of a poisoned run a
 
 def read_losses(out: Path) -> dict[int, float]:
     """The loss of each step in a metrics.jsonl."""
-    lines = [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "event" not in line}
+    steps, _ = read_metrics(out / METRICS_FILE)
+    return {line["step"]: line["loss"] for line in steps}
 
 
 def find_differences(undisturbed: Drill, disturbed: Drill, bit_equal: bool) -> list[str]:
@@ -71,5 +71,5 @@ def find_worse_validation(clean: Drill, poisoned: Drill) -> list[str]:
 
 
 def _last_validation_losses(out: Path) -> dict[str, float]:
-    lines = [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
-    return {line["name"]: line["loss"] for line in lines if line.get("event") == "validation"}
+    _, events = read_metrics(out / METRICS_FILE)
+    return {line["name"]: line["loss"] for line in events if line["event"] == "validation"}

@@ -16,7 +16,7 @@ from titanlite.metrics import METRICS_FILE
 from titanlite.metrics.jsonl import REPLACED_FILE
 from titanlite.runtime.start_log import LAST_TIME, STARTS_FILE, StartRecord, read_starts
 from titanlite.settings import read_toml
-from titanlite_lab.loss_curve import Record, read_metrics
+from titanlite_lab.run_metrics import Record, read_metrics
 
 FIRST_STEP_FACTOR = 1.5  # times the median: a longer first step was compiled or warmed up
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from titanlite.errors import DataError
-from titanlite_lab.loss_curve import draw_loss, read_metrics, smooth
+from titanlite_lab.loss_curve import draw_loss, smooth
+from titanlite_lab.run_metrics import read_metrics
 
 ROOT = Path(__file__).parents[3]
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlite.errors import DataError
+from titanlite.files import read_regular_file
 from titanlite.job import read_job
 from titanlite.metrics import METRICS_FILE
-from titanlite.runtime.start_log import STARTS_FILE
+from titanlite.runtime.start_log import STARTS_FILE, read_starts
+from titanlite_lab.run_metrics import read_metrics
 from titanlite_planner.hardware import Cluster
 from titanlite_planner.job_workload import workload_of
 from titanlite_planner.time.efficiency import Efficiency, find_efficiency
@@ -47,8 +47,7 @@ class Calibration:
 
 def read_measured_run(folder: Path) -> MeasuredRun:
     """The workload and speed of the run in a `job.dump_folder`. Raises DataError."""
-    records = _json_lines(folder / METRICS_FILE)
-    steps = [record for record in records if "step_seconds" in record]
+    steps, _ = read_metrics(folder / METRICS_FILE)
     try:
         seconds = [record["step_seconds"] + record["data_seconds"] for record in steps]
     except (KeyError, TypeError):
@@ -59,23 +58,12 @@ def read_measured_run(folder: Path) -> MeasuredRun:
             f'"{folder}": has {len(seconds)} logged steps; the first is not representative.',
             fix="Give the folder of a run that logged two steps or more.",
         )
-    ranks = [r["ranks"] for r in _json_lines(folder / STARTS_FILE) if r.get("event") == "start"]
-    if not ranks:
+    starts = read_starts(read_regular_file(folder / STARTS_FILE))
+    if not starts:
         raise DataError(f'"{folder}": {STARTS_FILE} has no start.')
     config = ["--job.config_file", str(folder / "config.toml")]
-    job = read_job(config, ranks[-1], here=False)
+    job = read_job(config, starts[-1].ranks, here=False)
     return MeasuredRun(folder, workload_of(job), statistics.median(settled), len(settled))
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f'"{path}" cannot be read: {error.strerror}.') from None
-    try:
-        return [json.loads(line) for line in lines if line.endswith("}")]
-    except ValueError:
-        raise DataError(f'"{path}" is not a log of JSON lines.') from None
 
 
 def calibrate(runs: Sequence[MeasuredRun], cluster: Cluster) -> Calibration:

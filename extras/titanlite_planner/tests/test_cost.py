@@ -70,9 +70,12 @@ def test_calibration_finds_the_speed_of_a_slower_machine(tmp_path):
     assert "matmul = " in calibration_report(runs, found)
 
 
+START = {"time": 0, "host": "a", "pid": 1, "ranks": 1, "from_step": 0}
+
+
 def write_run(folder, seconds):
     (folder / "config.toml").write_text('[model]\nflavor = "debugmodel"\n')
-    (folder / "starts.jsonl").write_text(json.dumps({"event": "start", "ranks": 1}) + "\n")
+    (folder / "starts.jsonl").write_text(json.dumps({"event": "start", **START}) + "\n")
     lines = [json.dumps({"step": n, "step_seconds": s, "data_seconds": 0.5}) for n, s in seconds]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 9')
 

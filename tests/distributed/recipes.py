@@ -1,0 +1,79 @@
+"""What the layouts train beside the oracle's Llama: every family, and experts of all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.distributed.moe_family import MoESizes
+from tests.distributed.oracle import SGD, Recipe
+from tests.distributed.qkv_bias_family import QKV_BIAS_FAMILY
+from titanlite.models import FAMILIES, ExpertSizes, LoadBalancing
+
+SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 509}
+GROUPED = {**SMALL, "n_kv_heads": 2}
+EXPERTS = {name: size for name, size in SMALL.items() if name != "hidden_dim"}
+EXPERTS |= {"n_experts": 4, "n_active_experts": 2, "expert_hidden_dim": 24}
+CHANGES = {  # family -> changes of its debugmodel; the window crosses the shards of a sequence
+    "qwen3": {**GROUPED, "head_dim": 12},
+    "mistral": {**GROUPED, "window": 17},
+    "gpt2": {**SMALL, "positions": 96},
+    "olmo2": GROUPED,
+    "mixtral": {**EXPERTS, "n_kv_heads": 2},
+    "qwen3_moe": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12},
+    "deepseek_v3": {
+        **SMALL,
+        **EXPERTS,
+        "n_expert_groups": 2,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def recipe_of(family: str, **changes) -> Recipe:
+    """A short run of a small model."""
+    sizes = replace(next(iter(FAMILIES[family].flavors.values())), **CHANGES[family])
+    recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
+    return replace(recipe, **changes)
+
+
+# With RoPE, the gradient of the keys' biases is not zero.
+QKV_BIASES = replace(SGD, steps=2, batch=12, lr=0.2, sizes=QKV_BIAS_FAMILY.flavors["mini"])
+
+MOE_EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
+MOE_SIZES = MoESizes(
+    dim=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=88,
+    vocab_size=509,
+    rope_theta=1e4,
+    experts=MOE_EXPERTS,
+)
+MOE = replace(SGD, sizes=MOE_SIZES, batch=12, seq_len=24, steps=2)
+
+
+def with_router(experts: ExpertSizes, **changes) -> Recipe:
+    """The recipe of experts with these ones."""
+    return replace(MOE, **{"sizes": replace(MOE_SIZES, experts=experts), **changes})
+
+
+# A token has one of 8 experts, and there are so few tokens that some ranks of experts get none.
+SPARSE = with_router(ExpertSizes(8, active=1, hidden_dim=24, normalize=False), batch=4, seq_len=2)
+SOFTMAX = with_router(
+    ExpertSizes(count=6, active=2, hidden_dim=20, shared_dim=16, shared_gate=True),
+    steps=3,
+    balancing=LoadBalancing(aux_loss_coef=0.5, z_loss_coef=0.1),
+)
+# DeepSeek-V3's router; the bias moves so far in a step that it changes what is selected.
+DEEPSEEK = ExpertSizes(8, active=3, hidden_dim=20, score="sigmoid", route_scale=2.5, groups=4)
+SIGMOID = with_router(
+    replace(DEEPSEEK, active_groups=2, selection_bias=True),
+    steps=3,
+    balancing=LoadBalancing(0.5, 0.1, bias_update_rate=0.02),
+)
