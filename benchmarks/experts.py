@@ -146,9 +146,8 @@ def _record_run(
     transforms = ModelTransforms(load_balancing=balancing)
     sharded = build_sharded_model(EXPERT_LLAMA, sizes, layout, transforms, CPU, seed=0)
     load = ExpertLoad(sharded.model, EXPERT_LLAMA, sizes, balancing, mesh)
-    state = TrainState(
-        sharded.model, build_optimizer(sharded.model, OptimizerConfig()), expert_load=load
-    )
+    state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig(lr=3e-3)))
+    settings = StepSettings(mesh, 1.0, hooks=(load,))
     engine = build_engine(sharded, layout, CPU, local_batch=BALANCE_BATCH)
     text = b"".join(path.read_bytes() for path in sorted((ROOT / "titanlite").rglob("*.py")))
     ids, generator = torch.tensor(list(text)), torch.Generator().manual_seed(0)
@@ -159,9 +158,9 @@ def _record_run(
         ).tolist()
         rows = torch.stack([ids[start : start + BALANCE_LENGTH + 1] for start in starts])
         batch = engine.prepare(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        result = take_step(state, engine, batch, lr=3e-3, settings=StepSettings(mesh, 1.0))
+        result = take_step(state, engine, batch, settings=settings)
         losses.append(result.loss.item())
-        statistics.append(load.statistics(result.expert_load, result.tokens))
+        statistics.append(load.statistics(result.tokens))
     return losses, statistics
 
 

@@ -18,7 +18,8 @@ from torch._dynamo.utils import counters
 
 from tests.cuda_trace.fake_cuda import DEVICE, Trace, fake_cuda, fake_ranks
 from titanlite.distributed.process_group import RankContext
-from titanlite.job import RunServices, open_run, read_job
+from titanlite.job import open_run, read_job
+from titanlite.job.build import RunServices
 from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
 from titanlite.training.loop import train
 from titanlite.training.state import Counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +18,14 @@ from titanlite.distributed.collectives import AsyncMax
 from titanlite.distributed.tensors import local_shard
 from titanlite.errors import UserError
 from titanlite.guard.config import GuardConfig
+from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
 from titanlite.optim import LossScale
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.training import periodic
 from titanlite.training.batch import Batch
 from titanlite.training.loop import train
-from titanlite.training.run import Run
+from titanlite.training.run import Run, StepGuard
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepSettings
 
@@ -87,7 +88,8 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
     options = {"float8": case.float8} if case.float8.recipe_name else {}
     state, engine, mesh = start_run(case.layout, case.recipe, scale, dtype=case.dtype, **options)
     judge = StepJudge(case.guard, CPU, mesh.tp) if case.guard else None
-    state = TrainState(state.model, state.optimizer, scale, state.counters, judge)
+    parts = {"guard": judge} if judge else {}
+    state = TrainState(state.model, state.optimizer, scale, state.counters, parts)
     record, batch_size = GuardedRecord(), case.recipe.batch
     injector = Injector(case.faults, state, batch_size)
 
@@ -129,22 +131,23 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         state=state,
         engine=injector.around(engine),
         open_batches=open_batches,
-        peak_lr=case.recipe.lr,
-        step_settings=StepSettings(mesh, case.recipe.max_norm),
+        step_settings=StepSettings(
+            mesh, case.recipe.max_norm, judge=judge.judge if judge else None
+        ),
+        guard=StepGuard(),
         actions=(periodic.log_skipped_steps(state, sinks), act),  # type: ignore[arg-type]
         checkpointer=no_saves,  # type: ignore[arg-type]
         meter=meter,  # type: ignore[arg-type]
         sinks=sinks,  # type: ignore[arg-type]
         watchdog=SimpleNamespace(set_phase=lambda step, phase: None),  # type: ignore[arg-type]
         stop_request=SimpleNamespace(reason=lambda seconds: 0, limit_seconds=None),  # type: ignore[arg-type]
-        rollback=None,  # type: ignore[arg-type]  # no policy here rolls back
-        dump_batch=dump_batch,
-        compiles_layers=False,
         lost_folder=lambda: "",
         max_over_ranks=AsyncMax(),
     )
+    # no policy here rolls back
+    guard = Guard(run, judge, None, dump_batch, compiles_layers=False)  # type: ignore[arg-type]
     try:
-        train(run)
+        train(replace(run, guard=guard))
     except UserError as error:
         record.error = f"{error.code}: {error}"
     record.final, record.position = digest(state), state.position

@@ -26,6 +26,7 @@ from tests.distributed.oracle import (
     Layout,
     Recipe,
     family_of,
+    hooks_of,
     merge_parts,
     own_rows,
     reference_logits,
@@ -176,16 +177,17 @@ def _run_cases_on_rank(
 def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     scale = LossScale(4096.0, growth_steps=100) if case.compute == torch.float16 else None
     options = {"dtype": case.compute, "float8": case.float8_config}
-    state, engine, mesh = start_run(case.layout, case.recipe, scale, **options)
+    recipe = replace(case.recipe, lr=0.0)
+    state, engine, mesh = start_run(case.layout, recipe, scale, **options)
     _load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
             inputs, labels = own_rows(mesh, *read_batch(number, case.recipe))
-            settings = StepSettings(mesh, 0.0, in_backward)
+            settings = StepSettings(mesh, 0.0, in_backward, hooks=hooks_of(state))
             batch = engine.prepare(inputs, labels)
-            step = take_step(state, engine, batch, lr=0.0, settings=settings)
+            step = take_step(state, engine, batch, settings=settings)
             result.losses.append(step.loss.item())
             result.gradients.append(dict(gradients))
             gradients.clear()

@@ -47,7 +47,7 @@ from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.state import TrainState
-from titanlite.training.step import StepSettings, take_step
+from titanlite.training.step import StepHook, StepSettings, take_step
 from titanlite.training.validation import validate
 from titanlite_planner.dry_run.ranks import resting_bytes
 
@@ -377,8 +377,10 @@ def _reference_validation(model, text: ValidationData, recipe: Recipe) -> float:
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX).item()
 
 
-def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
-    """(model shard of this rank, mesh, engine) under a layout."""
+def build_parallel(
+    layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms
+):
+    """(sharded model, parallel layout) of this rank under a layout."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
@@ -397,13 +399,18 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
         seed=SEED,
         widths=recipe.widths,
     )
-    options = {
-        "local_batch": local_batch,
-        "document_end_id": DOCUMENT_END if recipe.documents else None,
-        "by_source": True,
-    }
-    engine = build_engine(sharded, parallel_layout, CPU, **options)
-    return sharded.model, mesh, engine
+    return sharded, parallel_layout
+
+
+def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
+    """(model shard of this rank, mesh, engine) under a layout."""
+    sharded, parallel_layout = build_parallel(layout, recipe, dtype, **transforms)
+    document_end_id = DOCUMENT_END if recipe.documents else None
+    local_batch = layout.local_batch(recipe)
+    engine = build_engine(
+        sharded, parallel_layout, CPU, local_batch=local_batch, document_end_id=document_end_id
+    )
+    return sharded.model, parallel_layout.mesh, engine
 
 
 def run_layouts(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
@@ -432,7 +439,13 @@ def start_run(
     if family.experts(recipe.sizes) is not None:
         load = ExpertLoad(model, family, recipe.sizes, recipe.balancing, mesh)
     optimizer = build_recipe_optimizer(model, recipe)
-    return TrainState(model, optimizer, scale, expert_load=load), engine, mesh
+    parts = {} if load is None else {"expert_load": load}
+    return TrainState(model, optimizer, scale, parts=parts), engine, mesh
+
+
+def hooks_of(state: TrainState) -> tuple[StepHook, ...]:
+    """What takes part in the steps of a state of `start_run`."""
+    return tuple(part for part in state.parts.values() if isinstance(part, StepHook))
 
 
 def run_until(
@@ -464,8 +477,13 @@ def run_until(
             state,
             engine,
             engine.prepare(inputs, labels),
-            lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.max_norm, early, clip if recipe.adaptive else None),
+            settings=StepSettings(
+                mesh,
+                recipe.max_norm,
+                early,
+                clip if recipe.adaptive else None,
+                hooks=hooks_of(state),
+            ),
         )
         if named:
             record.gradients.append(dict(gradients))
@@ -473,9 +491,8 @@ def run_until(
         record.losses.append(result.loss.item())
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
-        if state.expert_load is not None:
-            load = state.expert_load.statistics(result.expert_load, result.tokens)
-            record.loads.append(list(load))
+        if load := state.parts.get("expert_load"):
+            record.loads.append(list(load.statistics(result.tokens)))
         if state.step in VALIDATION_STEPS:
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU).loss)

@@ -41,6 +41,8 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.models import ExpertSizes, Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
+from titanlite.optim.lr_schedule import LRSchedulerConfig, RateSchedule, RunLength
+from titanlite.optim.optimizer_set import SCHEDULE
 from titanlite.parallelize.float8 import Float8Config, torchao
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.step import StepSettings, take_step
@@ -395,19 +397,19 @@ def train_on_files(
     """Losses in bfloat16 on the bytes of a folder's Python files."""
     text = b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    recipe = Recipe("AdamW", sizes=sizes, batch=sequences, seq_len=seq_len)
+    recipe = Recipe("AdamW", sizes=sizes, batch=sequences, seq_len=seq_len, lr=1e-3)
     state, engine, mesh = start_run(Layout(), recipe, float8=float8, dtype=torch.bfloat16)
+    warmup = RateSchedule(LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0), RunLength(steps, 0))
+    for group in state.optimizer.param_groups:
+        group[SCHEDULE] = warmup
+    settings = StepSettings(mesh, 1.0)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(0, len(ids) - seq_len, (sequences, 1), generator=generator)
         sample = ids[starts + torch.arange(seq_len + 1)]
-        options = {
-            "lr": 1e-3 * min(1.0, (step + 1) / 10),
-            "settings": StepSettings(mesh, 1.0),
-        }
         batch = engine.prepare(sample[:, :-1], sample[:, 1:])
-        losses.append(take_step(state, engine, batch, **options).loss.item())
+        losses.append(take_step(state, engine, batch, settings=settings).loss.item())
     return losses
 
 

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from titanlite.training.noise_meter import measure_noise_scale
 
 from tests.distributed.oracle import (
+    CPU,
     FAMILY,
     SEED,
     SGD,
     Layout,
     batch_at,
+    build_parallel,
+    build_recipe_optimizer,
     own_rows,
     parse_layouts,
     start_run,
@@ -27,9 +29,12 @@ from tests.distributed.oracle import (
 from tests.distributed.ranks import run_on_ranks
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.layer_norms import KINDS, LayerNorms
-from titanlite.optim import NoiseScale, OptimizerInBackward, build_optimizer
+from titanlite.meters.noise_scale import NoiseMeter, NoiseScale, build_noise_scale
+from titanlite.meters.source_losses import SourceLosses
+from titanlite.optim import OptimizerInBackward, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import NoiseScaleEngine
+from titanlite.training.engine import build_engine
+from titanlite.training.state import TrainState
 from titanlite.training.step import StepSettings, take_step
 
 RECIPE = replace(SGD, batch=12, sizes=replace(SGD.sizes, n_layers=4))
@@ -88,12 +93,18 @@ def expected() -> tuple[dict[str, list[float]], float, list[float]]:
 def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
     """(hash of this rank's weights, layer norms, gradient norm of the small batch, losses of the
     sources) of a step."""
-    state, engine, mesh = start_run(layout, RECIPE)
+    sharded, parallel_layout = build_parallel(layout, RECIPE)
+    mesh = parallel_layout.mesh
+    engine = build_engine(sharded, parallel_layout, CPU, local_batch=layout.local_batch(RECIPE))
+    state = TrainState(sharded.model, build_recipe_optimizer(sharded.model, RECIPE))
     early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
     norms = LayerNorms(state.model, mesh, LAYERS, layer_of)
-    noise = NoiseScaleEngine(engine, state, mesh)
+    noise = NoiseMeter(engine, state, mesh)
+    stream = SimpleNamespace(names=["a", "b", "c"], sources_at=lambda at, n: SOURCES[at : at + n])
+    of_sources = SourceLosses(stream, sharded.output, parallel_layout)
     if metered:
         state.optimizer.update_norms.arm()
+        of_sources.arm()
         if not early:  # which would apply the gradient of the small batch
             noise.arm()
     inputs, labels, sources = own_rows(mesh, *batch_at(0, RECIPE), SOURCES)
@@ -106,12 +117,12 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
     for parameter in state.model.parameters():
         weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())
     combined = norms.combine(state, result.own_norms)
-    measurement = noise.take()
+    measurement, losses = noise.take(), of_sources.take()
     return (
         weights.hexdigest(),
         [] if combined is None else combined.tolist(),
         measurement.grad_norm.item() if measurement else 0.0,
-        [] if result.source_losses is None else result.source_losses.tolist(),
+        [] if losses is None else losses.tolist(),
     )
 
 
@@ -153,17 +164,19 @@ def frequent_tokens(step: int, uneven: bool) -> tuple[torch.Tensor, ...]:
 def noise_events(uneven: bool) -> list[dict]:
     """The events of a run in one process that is measured in every second step."""
     state, engine, mesh = start_run(Layout(), NOISY)
-    state = replace(state, noise_scale=NoiseScale(decay=0.99))
-    noise, events = NoiseScaleEngine(engine, state, mesh), []
+    state, events = replace(state, parts={"noise_scale": NoiseScale(decay=0.99)}), []
     sinks = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
-    action = measure_noise_scale(noise, state, sinks, freq=2)
+    settings = StepSettings(mesh, 0.0)
+    run = SimpleNamespace(engine=engine, state=state, sinks=sinks, step_settings=settings)
+    meter = build_noise_scale(SimpleNamespace(run=run, metrics=SimpleNamespace(noise_scale_freq=2)))
+    settings = replace(settings, hooks=(meter.hook,))
+    meter.action.start_again(0)
     for step in range(1, 2 * MEASURED_STEPS + 1):
-        batch = noise.prepare(*frequent_tokens(step, uneven))
-        settings = StepSettings(mesh, 0.0)
-        result = take_step(state, noise, batch, lr=0.0, settings=settings)
+        batch = engine.prepare(*frequent_tokens(step, uneven))
+        result = take_step(state, engine, batch, settings=settings)
         info = SimpleNamespace(step=step, result=result)
-        if action.is_due(info):
-            action.run(info)
+        if meter.action.is_due(info):
+            meter.action.run(info)
     return events
 
 

@@ -202,7 +202,7 @@ def steps_with_an_overflow(layout) -> list[dict]:
         whole = (tensor[: ADAMW.batch] for tensor in batch_at(step, ADAMW))
         settings = StepSettings(mesh, max_norm=0.1)
         batch = engine.prepare(*own_rows(mesh, *whole))
-        result = take_step(state, engine, batch, lr=ADAMW.lr, settings=settings)
+        result = take_step(state, engine, batch, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]
         tensors = [t.detach() for t in (*state.model.parameters(), *states)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

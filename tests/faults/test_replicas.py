@@ -12,7 +12,6 @@ import pytest
 from tests.faults.launch import LaunchedRun, events_of
 from titanlite.errors import EXIT_DIVERGED, ReplicaMismatch
 from titanlite.meters.replica_check import ReplicaCheckConfig, ReplicaFinding
-from titanlite.training import check_replicas
 
 SLOW_RANK, DAMAGED_RANK, DAMAGED_STEP = 1, 1, 5
 WEIGHT = "layers.0.feed_forward.w1.weight"
@@ -23,7 +22,7 @@ def prepare_faults() -> None:
     import torch
 
     from titanlite.job import build as builders
-    from titanlite.training import straggler
+    from titanlite.meters import straggler
 
     build, seconds, forwards = builders.build_sharded_model, [0.0], [0]
     rank = int(os.environ["RANK"])
@@ -92,15 +91,25 @@ def test_the_noise_scale_continues_after_a_restart(run_toml, tmp_path):
     assert len({noise for _, noise in whole}) == 3
 
 
-def test_replicas_that_differ_can_be_logged_only():
+def test_replicas_that_differ_can_be_logged_only(monkeypatch):
     finding = ReplicaFinding([3], ["node7"], 4, WEIGHT)
     check = SimpleNamespace(find=lambda: [finding])
     events: list = []
     sinks = SimpleNamespace(event=lambda step, name, **fields: events.append((step, name, fields)))
+    saves = SimpleNamespace(due=lambda step, ends: step == 7, wait=lambda: None)
+    mesh = SimpleNamespace(degrees=SimpleNamespace(ranks=2))
+    settings = SimpleNamespace(mesh=mesh)
+    run = SimpleNamespace(sinks=sinks, state=None, step_settings=settings, checkpointer=saves)
+    monkeypatch.setattr(replica_check, "ReplicaCheck", lambda state, mesh: check)
     for action in ("warn", "stop"):
         config = ReplicaCheckConfig(freq=10, action=action)
-        periodic = check_replicas(check, config, sinks, lambda info: info.step == 7, lambda: None)
-        due = [step for step in range(1, 22) if periodic.is_due(SimpleNamespace(step=step))]
+        metered = SimpleNamespace(run=run, replica_check=config)
+        periodic = replica_check.build_replica_check(metered).action
+        due = [
+            step
+            for step in range(1, 22)
+            if periodic.is_due(SimpleNamespace(step=step, ends_run=False))
+        ]
         assert due == [7, 10, 20]
         with pytest.raises(ReplicaMismatch) if action == "stop" else nullcontext():
             periodic.run(SimpleNamespace(step=7))

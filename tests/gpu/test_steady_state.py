@@ -49,12 +49,12 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     engine = build_engine(
         sharded, layout, device, local_batch=BATCH // 2, document_end_id=DOCUMENT_END
     )
-    optimizer = build_optimizer(sharded.model, OptimizerConfig())
+    optimizer = build_optimizer(sharded.model, OptimizerConfig(lr=1e-3))
     judge = StepJudge(GuardConfig(spike="skip"), device)
-    state = TrainState(sharded.model, optimizer, judge=judge)
+    state = TrainState(sharded.model, optimizer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-    settings = StepSettings(mesh, max_norm=1.0)
+    settings = StepSettings(mesh, max_norm=1.0, judge=judge.judge)
     losses, pending = [], PendingSteps()
 
     def train() -> None:
@@ -63,7 +63,7 @@ def build_training(device, transforms: ModelTransforms, steps: int):
             batch = engine.prepare(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
             batch = batch.pin_memory().to(device)
             before = state.host_state()
-            result = take_step(state, engine, batch, lr=1e-3, settings=settings)
+            result = take_step(state, engine, batch, settings=settings)
             pending.add(state.step, before, result)
             assert not pending.poll()
             losses.append(result.loss)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from titanlite.optim.noise_scale import NoiseEstimate
 
-from titanlite.optim import NoiseScale, OptimizerSet, estimate_noise
+from titanlite.meters.noise_scale import NoiseEstimate, NoiseScale, estimate_noise
+from titanlite.optim import OptimizerSet
 from titanlite.training.state import TrainState
 
 ELEMENTS, GRADIENT_SQUARE, NOISE = 1000, 0.25, 40.0  # B_simple is 160 sequences
@@ -55,8 +55,9 @@ def test_the_averages_continue_from_a_checkpoint():
 
 def test_a_checkpoint_without_averages_discards_those_of_the_process():
     """As a roll-back to a checkpoint from before the noise scale was measured."""
-    state = TrainState(torch.nn.Linear(1, 1), OptimizerSet([]), noise_scale=NoiseScale())
-    progress = TrainState(torch.nn.Linear(1, 1), OptimizerSet([])).progress()
-    state.noise_scale.update(NoiseEstimate(gradient=1.0, noise=2.0))
+    average = NoiseScale()
+    state = TrainState(torch.nn.Linear(1, 1), OptimizerSet([], 1.0), parts={"noise_scale": average})
+    progress = TrainState(torch.nn.Linear(1, 1), OptimizerSet([], 1.0)).progress()
+    average.update(NoiseEstimate(gradient=1.0, noise=2.0))
     state.restore(progress)
-    assert state.noise_scale == NoiseScale()
+    assert average == NoiseScale()

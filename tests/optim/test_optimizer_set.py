@@ -112,7 +112,7 @@ def test_other_optimizers_compute_while_one_communicates():
             calls.append(("compute", None))
 
     parameter = nn.Parameter(torch.zeros(1))
-    optimizers = OptimizerSet([Computing([parameter]), Communicating([parameter])])
+    optimizers = OptimizerSet([Computing([parameter]), Communicating([parameter])], 1.0)
     optimizers.step()
     assert calls == [("begin", None), ("compute", None), ("complete", None)]
     calls.clear()

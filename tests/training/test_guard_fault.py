@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titanlite.training.guard.handler import ViolationHandler
 
 from titanlite.errors import TrainingDiverged
 from titanlite.guard.config import GuardConfig
 from titanlite.guard.culprit import Culprit
+from titanlite.guard.handler import Guard
 from titanlite.guard.history import History
 
 
@@ -31,7 +31,5 @@ def test_a_fault_of_the_reduction_over_ranks_is_named(faulty, text):
     step = SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(2.0))
     history = History(hardware_faults={faulty.host: 1})
     with pytest.raises(TrainingDiverged) as error:
-        ViolationHandler._report_fault(
-            handler, SimpleNamespace(step=7, result=step), step, faulty, history
-        )
+        Guard._report_fault(handler, SimpleNamespace(step=7, result=step), step, faulty, history)
     assert text in str(error.value)

@@ -88,9 +88,7 @@ class WandbSink:
 
     def event(self, record: dict[str, Any]) -> None:
         if scalars := dict(_event_scalars(record)):
-            if record["event"] == "evaluation":
-                scalars[f"evaluation/{record['name']}/step"] = record["step"]
-            if record["event"] in ("evaluation", ROLLBACK_EVENT):  # of an earlier checkpoint
+            if record["event"] == ROLLBACK_EVENT:  # of an earlier checkpoint
                 record = {**record, "step": max(record["step"], self._last_step)}
             self._log(record, scalars)
 
@@ -128,10 +126,6 @@ def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         for key in ("loss", "perplexity", "bits_per_byte"):
             if record.get(key) is not None:
                 yield f"validation/{record['name']}/{key}", record[key]
-    elif event == "evaluation":
-        for key, value in record.items():
-            if key not in ("event", "name", "step", "time") and isinstance(value, (int, float)):
-                yield f"evaluation/{record['name']}/{key}", value
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
     elif event in ("noise_scale", "expert_load"):

@@ -46,6 +46,11 @@ class OptimizerSet:
         states = {p: state for optimizer in self for p, state in optimizer.state.items()}
         return defaultdict(dict, states)
 
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next step in a loop without a schedule."""
+        for group in self.param_groups:
+            group["lr"] = lr * group[LR_FACTOR]
+
     def follow_schedule(self, progress: Progress, factor: float = 1.0) -> float:
         """Set the learning rate and the weight decay of a step in each group.
 

@@ -174,4 +174,6 @@ def _add_checkpoints(progress: RunProgress) -> None:
             position = manifest.progress["position"]
             progress.positions[step] = position
             progress.lanes[step] = manifest.progress.get("lanes", {})
-            progress.samples[step] = position - manifest.progress.get("skipped", 0)
+            progress.samples[step] = position - sum(
+                end - first for first, end in manifest.progress.get("gaps", ())
+            )

@@ -160,14 +160,14 @@ class PoisonedStream(SampleStream):
         vars(self).update(vars(stream))
         self._poison, self._vocab_size = range(fault.start, fault.end), vocab_size
 
-    def read_with_sources(self, position: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, labels, sources = super().read_with_sources(position, sequences)
+    def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = super().read(position, sequences)
         for row, at in enumerate(range(position, position + sequences)):
             if at in self._poison:
                 generator = torch.Generator().manual_seed(at)
                 ids = torch.randint(self._vocab_size, (self.seq_len + 1,), generator=generator)
                 inputs[row], labels[row] = ids[:-1], ids[1:]
-        return inputs, labels, sources
+        return inputs, labels
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def injected(fault: NumericalFault, rank: int):
     with ExitStack() as stack:
         wrap("build_state", keep_state)
         wrap("build_model", hook_model)
-        wrap("build_run_engine", lambda engine, *args: FaultyEngine(engine, injector))
+        wrap("build_engine", lambda engine, *args: FaultyEngine(engine, injector))
         if fault.kind == "data":
             wrap("build_data", poison)
         yield injector

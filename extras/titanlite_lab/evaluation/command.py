@@ -1,4 +1,4 @@
-"""The command that evaluates a model: arguments, output, and running in the background."""
+"""The command that evaluates a model, or the checkpoints of a run as they appear."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titanlite.errors import (
     format_error,
 )
 from titanlite.files import write_file_atomically
-from titanlite_lab.evaluation.background import run_in_background
+from titanlite.log import configure_log
 from titanlite_lab.evaluation.results import EvaluationResult
 from titanlite_lab.evaluation.run_tasks import (
     TAG,
@@ -32,6 +32,7 @@ from titanlite_lab.evaluation.run_tasks import (
     load_tasks,
     shipped_tasks,
 )
+from titanlite_lab.evaluation.watch import Watch, watch_run
 
 DTYPES_OF_WEIGHTS = ("float32", "bfloat16", "float16")
 DESCRIPTION = """Evaluate a checkpoint on downstream tasks, with lm-eval.
@@ -39,25 +40,28 @@ DESCRIPTION = """Evaluate a checkpoint on downstream tasks, with lm-eval.
   python -m titanlite_lab evaluate outputs/my_run
   python -m titanlite_lab evaluate outputs/my_run/checkpoint/step-100 --tasks python_cloze hellaswag
   python -m titanlite_lab evaluate exported --out results.json
+  nice python -m titanlite_lab evaluate --watch outputs/my_run --every 1000 --device cpu
 
 The model is a step-N folder, a run (its newest valid checkpoint), or a Hugging Face folder. It is
-loaded in one process, without its optimizer, whatever layout saved it."""
+loaded in one process, without its optimizer, whatever layout saved it.
+--watch evaluates the checkpoints of a run that is training, in evaluations.jsonl of its folder."""
 
 
 def run_evaluation(argv: list[str]) -> int:
     """Run the evaluation that the arguments describe; returns the exit code."""
     args = _build_parser().parse_args(argv)
-    if args.background:
-        run_in_background()
     try:
-        if args.check_tasks:
-            load_tasks(args.tasks, args.allow_code)
-            return EXIT_DONE
         settings, device = _settings_of(args), choose_device(args.device)
         if args.out:
             _check_out(Path(args.out))  # before an evaluation that may take hours
         if args.threads:
             torch.set_num_threads(args.threads)
+        if args.watch:
+            load_tasks(args.tasks, args.allow_code)  # before a wait that may take hours
+            configure_log(0)
+            watch = Watch(Path(args.watch), args.every, args.until)
+            watch_run(watch, lambda f: evaluate_model(str(f), settings, device, args.tokenizer))
+            return EXIT_DONE
         result = evaluate_model(args.model, settings, device, args.tokenizer)
         if args.out:
             _write_result(Path(args.out), result)
@@ -104,16 +108,31 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="FILE", help="needed if the checkpoint has no copy of its tokenizer")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: torch's own)")
     add("--allow-code", action="store_true", help="run the code that YAML files of tasks name")
-    add("--check-tasks", action="store_true", help="load the tasks, and evaluate nothing")
-    add("--background", action="store_true", help=argparse.SUPPRESS)  # for [evaluation] of a run
+    add("--watch", metavar="RUN", help="evaluate the checkpoints of a run as it saves them")
+    add(
+        "--every",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="with --watch: only checkpoints of a multiple of STEPS, and the last one",
+    )
+    add(
+        "--until",
+        type=int,
+        metavar="STEP",
+        help="with --watch: end after the checkpoint of this step (default: of training.steps)",
+    )
     return parser
 
 
 def _settings_of(args: argparse.Namespace) -> EvaluationSettings:
     """The settings of the arguments; raises ConfigError."""
-    if not args.model:
-        raise ConfigError("no model.", fix="Give a checkpoint, a run or a Hugging Face folder.")
-    lowest = {"limit": 0, "batch_size": 1, "threads": 0, "shots": 0}
+    if bool(args.model) == bool(args.watch):
+        raise ConfigError(
+            "give one of a model and --watch RUN.",
+            fix="The model is a checkpoint, a run or a Hugging Face folder.",
+        )
+    lowest = {"limit": 0, "batch_size": 1, "threads": 0, "shots": 0, "every": 1, "until": 1}
     for name, low in lowest.items():
         if (value := getattr(args, name)) is not None and value < low:
             option = f"--{name.replace('_', '-')}"

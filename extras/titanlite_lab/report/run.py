@@ -35,7 +35,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "stopped": "#7a7f87",
 }
 ROUTINE_EVENTS = (
-    *("validation", "evaluation", "checkpoint_saved"),
+    *("validation", "checkpoint_saved"),
     *("layer_norms", "noise_scale", "expert_load"),
 )
 USES = {  # of the wall time, as the page names them

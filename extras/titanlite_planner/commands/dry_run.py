@@ -9,7 +9,7 @@ N: the number of ranks to assume (default: 1).
 from __future__ import annotations
 
 from titanlite.errors import EXIT_DONE
-from titanlite.job import read_job
+from titanlite.job import log_start, read_job
 from titanlite.log import configure_log
 from titanlite_planner.dry_run.report import report_dry_run
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     job = read_job(argv, 1, here=False)
     configure_log(0)
-    job.log_start(0)
+    log_start(job, 0)
     for line in report_dry_run(job):
         print(line, flush=True)
     return EXIT_DONE

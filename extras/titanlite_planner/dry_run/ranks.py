@@ -191,7 +191,7 @@ class _RankRun:
                 batch = job.config.training.local_batch_size
                 engine = build_engine(model, layout, CPU, local_batch=batch)
                 state, in_backward = build_state(job, model, mesh, Counters())
-                settings = build_step_settings(job, model.model, mesh, in_backward)
+                settings = build_step_settings(job, state, mesh, in_backward)
                 _allocate_state(state, recorder)
                 resting = self._step(engine, state, settings, recorder)
         return RankStep(
@@ -219,9 +219,7 @@ class _RankRun:
         batch = Batch(tokens, torch.zeros_like(tokens))
         recorder.restart()
         set_phase = recorder.set_phase
-        result = compute_gradients(
-            state, engine, batch, lr=1e-3, settings=settings, set_phase=set_phase
-        )
+        result = compute_gradients(state, engine, batch, settings=settings, set_phase=set_phase)
         resting = resting_bytes(state.model, state.optimizer)
         finish_step(state, result, settings)
         return resting

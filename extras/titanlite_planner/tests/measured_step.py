@@ -25,11 +25,11 @@ def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int
     local_batch = job.config.training.local_batch_size
     engine = build_engine(model, layout, cpu, local_batch=local_batch)
     state, in_backward = build_state(job, model, mesh, Counters())
-    settings = build_step_settings(job, model.model, mesh, in_backward)
+    settings = build_step_settings(job, state, mesh, in_backward)
     tokens = torch.zeros((job.rank_batch, job.config.training.seq_len), dtype=torch.int64)
 
     def compute():
-        return compute_gradients(state, engine, Batch(tokens, tokens), lr=1e-3, settings=settings)
+        return compute_gradients(state, engine, Batch(tokens, tokens), settings=settings)
 
     finish_step(state, compute(), settings)
     before = resting_bytes(state.model, state.optimizer).total
