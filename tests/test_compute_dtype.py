@@ -12,7 +12,7 @@ import pytest
 from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import run_on_ranks
 from titanlite.job import job, read_job
-from titanlite.job.build import check_compute_dtypes
+from titanlite.job.start import check_compute_dtypes
 from titanlite.metrics import cpu_has_bf16_units
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from titanlite.job.streaming import TokenizingAdvice
 
 from titanlite.data import (
     MixtureConfig,
@@ -245,19 +244,6 @@ def test_a_validation_set_of_text_that_cannot_be_used_is_refused(texts, tmp_path
     refuse("no such", tmp_path / "nowhere.jsonl")
     monkeypatch.setattr(validation_set, "MAX_TEXT_BYTES", 9000)
     refuse("more than 0 MiB of text", texts)
-
-
-def test_a_run_that_waits_for_text_logs_once_how_to_prepare_it(monkeypatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        "titanlite.job.streaming.logger.warning",
-        lambda text, *values: warnings.append(text % values),
-    )
-    advice = TokenizingAdvice([("web", "texts/*.jsonl")], "tok.model")
-    for step, waited in ((1, 9.0), (2, 0.01), (3, 0.5), (4, 0.5)):
-        advice.step({"step": step, "data_seconds": waited, "step_seconds": 0.5})
-    (warning,) = warnings
-    assert "50 %" in warning and "--tokenizer tok.model --out outputs/web" in warning
 
 
 def test_other_files_or_lanes_change_what_a_checkpoint_records(texts):

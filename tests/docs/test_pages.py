@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
-from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, MOVED, JobConfig
 from titanlite_corpus.read import CorpusSource
 from titanlite_corpus.recipe import Recipe
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.launch import LaunchedRun, events_of
 from titanlite.errors import EXIT_DIVERGED, ReplicaMismatch
+from titanlite.meters import replica_check
 from titanlite.meters.replica_check import ReplicaCheckConfig, ReplicaFinding
 
 SLOW_RANK, DAMAGED_RANK, DAMAGED_STEP = 1, 1, 5

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.job import JobConfig
-from titanlite.job.checks import check_config
+from titanlite.job.read import check_job
 from titanlite.kernels.grouped import grouped_matmul, has_grouped_kernel, row_groups
 from titanlite.models import (
     FAMILIES,
@@ -254,10 +254,10 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_a_job_with_more_active_experts_than_experts_or_an_untrained_router_is_refused(name):
     flavor = next(iter(FAMILIES[name].flavors))
     config = JobConfig(model=ModelConfig(name=name, flavor=flavor, n_active_experts=17))
-    problems = check_config(config, 1)
+    problems = check_job(config, 1)[1]
     assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
     single = replace(config, model=ModelConfig(name=name, flavor=flavor, n_active_experts=1))
-    untrained = [p for p in check_config(single, 1) if p.keys == ("model.n_active_experts",)]
+    untrained = [p for p in check_job(single, 1)[1] if p.keys == ("model.n_active_experts",)]
     assert len(untrained) == (name == "mixtral")
 
 
@@ -292,10 +292,10 @@ def test_experts_that_are_not_sharded_may_have_a_width_that_tensor_parallel_does
         model=ModelConfig(name="mixtral", expert_hidden_dim=33),
         parallelism=ParallelismConfig(tensor_parallel_degree=2, expert_parallel_degree=2),
     )
-    keys = {key for problem in check_config(config, 2) for key in problem.keys}
+    keys = {key for problem in check_job(config, 2)[1] for key in problem.keys}
     assert not {key for key in keys if key.startswith(("model.", "parallelism."))}
     without = replace(config, parallelism=ParallelismConfig(tensor_parallel_degree=2))
-    problems = [str(problem) for problem in check_config(without, 2)]
+    problems = [str(problem) for problem in check_job(without, 2)[1]]
     assert any("does not divide the hidden width of an expert, 33" in text for text in problems)
     assert not any("model.hidden_dim" in text for text in problems)  # mixtral has no such key
 
@@ -324,7 +324,7 @@ def test_a_layout_that_splits_quantisation_blocks_of_experts_is_refused(
         optimizer=OptimizerConfig(state_dtype="8bit"),
         parallelism=ParallelismConfig(**{f"{k}_parallel_degree": v for k, v in degrees.items()}),
     )
-    found = [str(p) for p in check_config(config, ranks) if "optimizer.state_dtype" in p.keys]
+    found = [str(p) for p in check_job(config, ranks)[1] if "optimizer.state_dtype" in p.keys]
     assert len(found) == (shard is not None)
     assert shard is None or shard in found[0]
 

@@ -10,7 +10,7 @@ import pytest
 from titanlite.data import PositionWindow
 from titanlite.errors import CheckpointError
 from titanlite.guard.rollback import RollbackHistory, RollbackPolicy, Trouble, steps_to_roll_back_to
-from titanlite.job.build import restore_progress
+from titanlite.job.start import restore_progress
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models.qwen3_moe.model import Qwen3MoESizes
 from titanlite.models.qwen3_moe.spec import QWEN3_MOE

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration, without its data and device."""
+"""Checks of a whole configuration, without its data and device; `read.check_job` calls them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from titanlite.checkpoint import check_checkpoint_config
-from titanlite.distributed.mesh import Degrees, resolve_degrees
+from titanlite.distributed.mesh import Degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
 from titanlite.guard.config import check_guard_config
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
@@ -51,51 +51,44 @@ from titanlite.training.batch_schedule import (
 )
 
 
-def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
-    """Yield the problems of the configuration on `ranks` ranks, without its data and device."""
-    yield from _check_sections(config)
-    sizes = degrees = None
-    try:
-        spec = FAMILIES[config.model.name]
-        sizes = spec.sizes_of(config.model)
-        yield from spec.find_size_problems(sizes)
-        yield from check_mup(config, spec, sizes)
-        yield from check_load_balancing(config.experts, spec, sizes)
-        yield from _check_groups(config, spec, sizes)
-        if config.checkpoint.last_save_in_hf:
-            yield from _check_export(spec, sizes)
-        if config.optimizer.muon_per_head and not spec.head_projections:
-            yield ConfigError(
-                f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
-                " list the layers that project to heads.",
-                fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
-                keys=("optimizer.muon_per_head", "model.name"),
-            )
-        if spec.experts(sizes) is not None:
-            yield from _check_expert_optimizers(config)
-        _, problems = plan_job_pipeline(config, spec, sizes)
-        yield from problems
-    except ConfigError as error:
-        yield error
-    try:
-        degrees = resolve_degrees(config.parallelism, ranks)
-        yield from check_batch_size(config.training, degrees.data)
-        yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
-        yield from _check_update_options(config, degrees)
-        yield from _check_noise_scale(config, degrees)
-    except ConfigError as error:
-        yield error
-    yield from _check_schedule_end(config, degrees)
-    if sizes and degrees:
-        yield from _check_sequence_lengths(config, sizes, degrees)
-        yield from _check_float8_sizes(config, sizes, degrees)
-        state_dtype = config.optimizer.state_dtype
-        spec = FAMILIES[config.model.name]
-        yield from check_expert_parallel(degrees, spec.experts(sizes))
-        yield from _check_quantisation_blocks(spec, sizes, degrees, state_dtype)
+def check_model(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[UserError]:
+    """Yield the problems of the model, for any number of ranks."""
+    yield from spec.find_size_problems(sizes)
+    yield from check_mup(config, spec, sizes)
+    yield from check_load_balancing(config.experts, spec, sizes)
+    yield from _check_groups(config, spec, sizes)
+    if config.checkpoint.last_save_in_hf:
+        yield from _check_export(spec, sizes)
+    if config.optimizer.muon_per_head and not spec.head_projections:
+        yield ConfigError(
+            f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
+            " list the layers that project to heads.",
+            fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
+            keys=("optimizer.muon_per_head", "model.name"),
+        )
+    if spec.experts(sizes) is not None:
+        yield from _check_expert_optimizers(config)
 
 
-def _check_sections(config: JobConfig) -> Iterator[UserError]:
+def check_degrees(config: JobConfig, degrees: Degrees) -> Iterator[UserError]:
+    """Yield the problems of the degrees of parallelism, for any model."""
+    yield from check_batch_size(config.training, degrees.data)
+    yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
+    yield from _check_update_options(config, degrees)
+    yield from _check_noise_scale(config, degrees)
+
+
+def check_sharding(
+    config: JobConfig, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[UserError]:
+    """Yield the problems of the model under the degrees of parallelism."""
+    yield from _check_sequence_lengths(config, sizes, degrees)
+    yield from _check_float8_sizes(config, sizes, degrees)
+    yield from check_expert_parallel(degrees, spec.experts(sizes))
+    yield from _check_quantisation_blocks(spec, sizes, degrees, config.optimizer.state_dtype)
+
+
+def check_sections(config: JobConfig) -> Iterator[UserError]:
     """Yield the problems that depend neither on the model nor on the number of ranks."""
     yield from check_activation_checkpoint(
         config.activation_checkpoint, config.compile.compiles("model")
@@ -298,7 +291,7 @@ def plan_rate_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedul
     return build_rate_schedule(config.lr_scheduler, RunLength(steps, batches.tokens_after(steps)))
 
 
-def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
+def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
     """Reject a run whose last steps have learning rate 0."""
     if degrees is None and config.lr_scheduler.in_tokens:  # the batch may depend on the layout
         return

@@ -13,18 +13,17 @@ from titanlite.job.config import JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.kernels.backend import CPU_KERNELS
 from titanlite.kernels.gpu import Gpu, find_gpu
-from titanlite.models import FAMILIES, ModelSizes
+from titanlite.models import ModelSizes
 from titanlite.optim import check_optimizer_device
 from titanlite.parallelize.compile import check_compiler
 from titanlite.parallelize.float8 import check_float8_device
 
 
-def check_environment(config: JobConfig) -> Iterator[UserError]:
-    """Yield the problems of the device, the compiler and the files that the configuration names."""
-    try:
-        sizes = FAMILIES[config.model.name].sizes_of(config.model)
-    except ConfigError:  # reported by check_config
-        sizes = None
+def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
+    """Yield the problems of the device, the compiler and the files that the configuration names.
+
+    `sizes`: of the model; None: not known, because of other problems.
+    """
     yield from _check_device(config)
     yield from check_compiler(config.compile, config.compiles_optimizer, device_type(config))
     yield from _check_data(config, sizes)

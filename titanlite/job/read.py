@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job.checks import check_config, plan_job_pipeline, resolve_global_batch
+from titanlite.errors import ConfigError, UserError
+from titanlite.job import checks
+from titanlite.job.checks import resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig, complete_table
 from titanlite.job.environment import check_environment, device_type
 from titanlite.job.job import Job
@@ -38,14 +40,35 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
     elsewhere = bool(config.job.check_ranks) or not here
     config = resolve_compute_dtype(config, elsewhere)
     refused_keys = {key for problem in refused for key in problem.keys}
-    world_size = config.job.check_ranks or world_size
-    problems = list(check_config(config, world_size))
+    job, problems = check_job(config, config.job.check_ranks or world_size)
     if here:
-        problems += check_environment(config)
+        problems += check_environment(config, job.sizes if job else None)
     # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
+    assert job is not None
+    return job
+
+
+def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError]]:
+    """(the job on `ranks` ranks, []) or (None, its problems), without its data and device."""
+    problems = list(checks.check_sections(config))
     spec = FAMILIES[config.model.name]
-    sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, world_size)
-    plan, _ = plan_job_pipeline(config, spec, sizes)
-    assert plan is not None, "checked: the pipeline has no problems"
-    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))
+    sizes = plan = degrees = None
+    try:
+        sizes = spec.sizes_of(config.model)
+        problems += checks.check_model(config, spec, sizes)
+        plan, of_pipeline = checks.plan_job_pipeline(config, spec, sizes)
+        problems += of_pipeline
+    except ConfigError as error:
+        problems.append(error)
+    try:
+        degrees = resolve_degrees(config.parallelism, ranks)
+        problems += checks.check_degrees(config, degrees)
+    except ConfigError as error:
+        problems.append(error)
+    problems += checks.check_end_of_schedule(config, degrees)
+    if sizes and degrees:
+        problems += checks.check_sharding(config, spec, sizes, degrees)
+    if problems or not (sizes and degrees and plan):
+        return None, problems
+    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees)), []

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job import Job, check_config
-from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
+from titanlite.job import Job
+from titanlite.job.read import check_job
 from titanlite.runtime.out_of_memory import GIB
 from titanlite_planner.memory.job import estimate_job_memory
 
@@ -113,13 +112,7 @@ def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job 
         name, field = key.split(".")
         section = dataclasses.replace(getattr(config, name), **{field: value})
         config = dataclasses.replace(config, **{name: section})
-    if any(True for _ in check_config(config, ranks)):
-        return None
-    pipeline, _ = plan_job_pipeline(config, job.spec, job.sizes)
-    assert pipeline is not None, "checked: the pipeline has no problems"
-    degrees = resolve_degrees(config.parallelism, ranks)
-    batch = resolve_global_batch(config, degrees)
-    return Job(config, job.spec, job.sizes, degrees, pipeline, batch)
+    return check_job(config, ranks)[0]
 
 
 def _as_toml(value: Any) -> str:

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from titanlite.distributed.mesh import DIMENSIONS
-from titanlite.job import Job, JobConfig, check_config
-from titanlite.job.checks import plan_job_pipeline
+from titanlite.job import Job, JobConfig
+from titanlite.job.read import check_job
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import SECTION as FLOAT8_SECTION
 from titanlite.parallelize.schedule import SCHEDULES
@@ -131,12 +131,7 @@ def _without_float8(base: JobConfig):
 
 def planned_job(config: JobConfig, choice: LayoutChoice) -> Job:
     """The job of a planned configuration; raises the first problem that train.py would report."""
-    degrees = choice.frame.degrees
-    problem = next(iter(check_config(config, degrees.ranks)), None)
-    if problem is not None:
-        raise problem
-    spec = FAMILIES[config.model.name]
-    sizes = spec.sizes_of(config.model)
-    plan, _ = plan_job_pipeline(config, spec, sizes)
-    assert plan is not None, "checked: the pipeline has no problems"
-    return Job(config, spec, sizes, degrees, plan, config.training.global_batch_size)
+    job, problems = check_job(config, choice.frame.degrees.ranks)
+    if job is None:
+        raise problems[0]
+    return job
