@@ -22,6 +22,7 @@ LAYERS = [  # of titanlite/
     {"models"},
     {"parallelize", "optim", "checkpoint", "runtime"},
     {"training"},
+    {"guard", "meters"},
     {"job"},
     {"generate"},
 ]

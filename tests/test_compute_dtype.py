@@ -11,7 +11,7 @@ import pytest
 
 from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import run_on_ranks
-from titanlite.job import job, read_job
+from titanlite.job import read, read_job
 from titanlite.job.start import check_compute_dtypes
 from titanlite.metrics import cpu_has_bf16_units
 
@@ -45,7 +45,7 @@ def test_bf16_units_are_found_by_the_flags_of_the_cpu(tmp_path, flags, has_units
 def test_a_job_without_a_dtype_is_not_slow_on_a_cpu(
     run_toml, monkeypatch, arguments, has_units, dtype
 ):
-    monkeypatch.setattr(job, "cpu_has_bf16_units", lambda: has_units)
+    monkeypatch.setattr(read, "cpu_has_bf16_units", lambda: has_units)
     lines = run_toml.read_text().splitlines()
     run_toml.write_text("\n".join(line for line in lines if "mixed_precision" not in line))
     resolved = read_job(["--job.config_file", str(run_toml), *arguments], 1)

@@ -794,7 +794,7 @@ def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections
 def test_the_mixture_is_logged_with_changes_of_weights_and_bytes_per_token(run_toml, monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(
-        "titanlite.job.mixture.logger.info", lambda text, *values: logged.append(text % values)
+        "titanlite.job.data.logger.info", lambda text, *values: logged.append(text % values)
     )
     phase = "{ first_token = 96, weights = { code = 0.5 }, ramp_tokens = 96 }"
     job = read_valid(run_toml, "--data.mixture.phases", f"[{phase}]")

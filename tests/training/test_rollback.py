@@ -6,16 +6,24 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titanlite.data import PositionWindow
 from titanlite.errors import CheckpointError
-from titanlite.guard.rollback import RollbackHistory, RollbackPolicy, Trouble, steps_to_roll_back_to
+from titanlite.guard.rollback import (
+    RollbackHistory,
+    RollbackPolicy,
+    SavedRollbacks,
+    Trouble,
+    steps_to_roll_back_to,
+)
 from titanlite.job.start import restore_progress
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models.qwen3_moe.model import Qwen3MoESizes
 from titanlite.models.qwen3_moe.spec import QWEN3_MOE
 from titanlite.models.router import NO_BALANCING, find_routers
-from titanlite.training.state import Counters
+from titanlite.optim import OptimizerSet
+from titanlite.training.state import Counters, TrainState
 
 BATCH = 8
 SKIP = RollbackPolicy(steps=10, lr_factor=0.0, max_tries=3)
@@ -83,13 +91,13 @@ def test_the_window_does_not_begin_before_the_first_sample():
 
 
 def test_what_was_consumed_and_left_out_is_the_same_after_it_was_saved():
-    counters = Counters(rollbacks=tried(tried(RollbackHistory(), 800), 2000))
+    counters = Counters(windows=tried(tried(RollbackHistory(), 800), 2000).windows)
     while counters.position < 3000:
         counters.advance(BATCH, BATCH)
     gaps = ((720, 888), (1920, 2088))
     assert (counters.gaps, counters.skipped) == (gaps, 336)
     assert counters.consumed == [(0, 720), (888, 1920), (2088, counters.position)]
-    restored = Counters()
+    restored = Counters(windows=counters.windows)
     restored.restore(json.loads(json.dumps(counters.progress())))
     assert restored == counters
 
@@ -110,31 +118,29 @@ CRAFTED = (
 
 @pytest.mark.parametrize("crafted", CRAFTED, ids=lambda value: str(value)[-60:])
 def test_crafted_progress_is_refused_without_a_traceback(crafted):
-    state, found = SimpleNamespace(restore=Counters().restore), SimpleNamespace(folder="step-3")
-    progress = {"step": 3, "position": 24, "tokens": 0, "skipped": 0, "rollbacks": [TRY]}
+    counters, found = Counters(), SimpleNamespace(folder="step-3")
+    parts = {"rollbacks": SavedRollbacks(counters)}
+    state = TrainState(torch.nn.Linear(1, 1), OptimizerSet([], 1.0), None, counters, parts)
+    progress = {**state.progress(), "rollbacks": [TRY]}
     restore_progress(state, progress, found)
     with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
         restore_progress(state, {**progress, "rollbacks": crafted}, found)
 
 
 CRAFTED_GAPS = (
-    {"skipped": 8},
-    {"skipped": -8},
-    {"skipped": 8, "gaps": []},
-    {"skipped": 8, "gaps": [[0, 4]]},
-    {"skipped": 8, "gaps": [[20, 28]]},  # past the position
-    {"skipped": 8, "gaps": [[8, 12], [0, 4]]},
-    {"skipped": 8, "gaps": [[0, 8.0]]},
-    {"skipped": 8, "gaps": [["0", "8"]]},
-    {"skipped": 8, "gaps": 3},
+    {"gaps": [[20, 28]]},  # past the position
+    {"gaps": [[8, 12], [0, 4]]},
+    {"gaps": [[0, 8.0]]},
+    {"gaps": [["0", "8"]]},
+    {"gaps": 3},
 )
 
 
 @pytest.mark.parametrize("crafted", CRAFTED_GAPS, ids=str)
 def test_crafted_gaps_are_refused_without_a_traceback(crafted):
     state, found = SimpleNamespace(restore=Counters().restore), SimpleNamespace(folder="step-3")
-    progress = {"step": 3, "position": 24, "tokens": 0, "rollbacks": [TRY]}
-    restore_progress(state, {**progress, "skipped": 8, "gaps": [[8, 16]]}, found)
+    progress = {"step": 3, "position": 24, "tokens": 0}
+    restore_progress(state, {**progress, "gaps": [[8, 16]]}, found)
     with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
         restore_progress(state, {**progress, **crafted}, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 
@@ -13,19 +14,18 @@ from titanlite.log import logger
 from titanlite.metrics import Profiler
 from titanlite.parallelize.compile import describe_compilation
 from titanlite.training import periodic
-from titanlite.training.periodic import PeriodicAction
 from titanlite.training.run import Run
 from titanlite.training.validation import ValidationResult, validate, validation_samples
 
 
-def build_periodic_actions(
+def add_periodic_actions(
     job: Job,
     run: Run,
     validation_sets: list[ValidationSet],
     profilers: Mapping[str, Profiler],
     stream: SampleStream,
-) -> tuple[PeriodicAction, ...]:
-    """The actions after a step, in this order. Add a periodic action here."""
+) -> Run:
+    """The run with its actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
 
     def set_timeouts(name: str) -> None:
@@ -63,7 +63,7 @@ def build_periodic_actions(
     validation = periodic.run_validation(
         validate_all, sinks, config.validation.freq, run.config.steps
     )
-    return (
+    actions = (
         periodic.log_skipped_steps(state, sinks),
         periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
         periodic.report_finished_save(run.checkpointer, sinks),
@@ -75,3 +75,4 @@ def build_periodic_actions(
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
     )
+    return dataclasses.replace(run, actions=(*run.actions, *actions))

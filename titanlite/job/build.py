@@ -32,7 +32,7 @@ from titanlite.files import write_file_atomically
 from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
 from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
-from titanlite.job.actions import build_periodic_actions
+from titanlite.job.actions import add_periodic_actions
 from titanlite.job.data import build_batch_dump, build_batches, build_data, log_mixture
 from titanlite.job.job import Job
 from titanlite.job.start import advise_on_memory, build_run_meter, report_start, restore
@@ -137,12 +137,10 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     # names a group of all ranks by the number of groups that the rank has created before.
     max_over_ranks = AsyncMax()
     model = build_model(job, layout, rank)
+    local_batch = job.config.training.local_batch_size
+    document_end = stream.end if job.transforms.document_mask else None
     engine = build_engine(
-        model,
-        layout,
-        rank.device,
-        local_batch=job.config.training.local_batch_size,
-        document_end_id=stream.end if job.transforms.document_mask else None,
+        model, layout, rank.device, local_batch=local_batch, document_end_id=document_end
     )
     state, in_backward = build_state(job, model, mesh, services.counters)
     if found:
@@ -180,8 +178,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
         )
         run = add_meters(job, run, model, layout, stream)
-        actions = build_periodic_actions(job, run, validation_sets, profilers, stream)
-        run = dataclasses.replace(run, actions=(*run.actions, *actions))
+        run = add_periodic_actions(job, run, validation_sets, profilers, stream)
         yield dataclasses.replace(run, guard=build_guard(job, run, stream, lock))
 
 
