@@ -97,12 +97,12 @@ def test_a_rank_that_dies_before_the_watchdog_runs_is_not_reported_as_a_bug(run_
 
 
 def die_after_joining() -> None:
-    def die() -> bytes:
+    def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
     if os.environ["RANK"] == "1":
-        watchdog.share_secret = die
+        watchdog.connect_ranks = die
 
 
 def test_a_rank_that_freezes_before_the_watchdog_runs_does_not_block_the_others(run_toml, tmp_path):
@@ -122,7 +122,7 @@ def reports_that_connecting_failed(output: str) -> bool:
 
 def freeze_after_joining() -> None:
     if os.environ["RANK"] == "1":
-        watchdog.share_secret = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        watchdog.connect_ranks = lambda: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_an_error_of_all_ranks_keeps_its_code_if_the_store_is_gone(run_toml, tmp_path):

@@ -51,6 +51,11 @@ TRACES_SECONDS = 10  # for writing the flight recorder; the GPU, or the disk, ma
 CLEANUP_SECONDS = 30  # for closing files after another rank is lost; as long as torchrun waits
 
 
+def connect_ranks() -> None:
+    """Let gloo connect the ranks, by the first message that they exchange; it has no content."""
+    RankTree().broadcast(b"")
+
+
 class HeartbeatWatchdog:
     """Ends this rank with a reason when it hangs, or when another rank keeps it waiting.
 
@@ -90,7 +95,7 @@ class HeartbeatWatchdog:
                 explaining_failed_connections(rank, world_size),
             ):
                 store = connect_to_store(min(self._progress.timeout_seconds, 30))
-                RankTree().broadcast(b"")  # connects the ranks: no data was exchanged before
+                connect_ranks()
             store = dist.PrefixStore(f"watch/{self._start_id}", store)
             self._exchange = HeartbeatExchange(store, self._progress)
         self._thread = DeviceThread(watch, "watchdog")
