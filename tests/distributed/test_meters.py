@@ -108,11 +108,8 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
         if not early:  # which would apply the gradient of the small batch
             noise.arm()
     inputs, labels, sources = own_rows(mesh, *batch_at(0, RECIPE), SOURCES)
-    batch = noise.prepare(inputs, labels)
-    if metered:
-        batch = batch.with_sources(sources, 3)
-    settings = StepSettings(mesh, 0.0, early)
-    result = take_step(state, noise, batch, lr=RECIPE.lr, settings=settings)
+    settings = StepSettings(mesh, 0.0, early, hooks=(noise, of_sources))
+    result = take_step(state, engine, engine.prepare(inputs, labels), settings=settings)
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
         weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())

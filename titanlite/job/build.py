@@ -35,7 +35,13 @@ from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
 from titanlite.job.actions import add_periodic_actions
 from titanlite.job.data import build_batch_dump, build_batches, build_data, log_mixture
 from titanlite.job.job import Job
-from titanlite.job.start import advise_on_memory, build_run_meter, report_start, restore
+from titanlite.job.start import (
+    advise_on_memory,
+    build_run_meter,
+    record_start,
+    report_start,
+    restore,
+)
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import log_waiting, logger
 from titanlite.meters import METERS
@@ -126,11 +132,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
-    # A run that never saves always starts from the same step, so repeated starts from one step do
-    # not mean that it is in a crash loop.
-    max_crashes = job.config.job.max_crashes if checkpointer.saves else 0
-    lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
-
+    record_start(job, checkpointer, lock, found)
     mesh = build_mesh(job.degrees, rank.device.type)
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
     # Before the optimizer, which creates process groups on some pipeline stages only: torch 2.15

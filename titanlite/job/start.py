@@ -16,6 +16,7 @@ from titanlite.job.data import check_stream_length, log_mixture, open_job_stream
 from titanlite.job.job import Job
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter, measure_matmul_flops
+from titanlite.runtime import RunFolderLock
 from titanlite.training.state import Counters, TrainState
 
 
@@ -40,6 +41,16 @@ def _log_mixture(job: Job) -> None:
     steps = job.config.training.steps
     check_stream_length(stream, job.batches, steps)
     log_mixture(stream, job.batches, steps, Counters())
+
+
+def record_start(
+    job: Job, checkpointer: Checkpointer, lock: RunFolderLock, found: FoundCheckpoint | None
+) -> None:
+    """Record the start in the start log; in a crash loop, every rank raises CheckpointError."""
+    # A run that never saves always starts from the same step, so repeated starts from one step do
+    # not mean that it is in a crash loop.
+    max_crashes = job.config.job.max_crashes if checkpointer.saves else 0
+    lock.record_start(job.degrees.ranks, found.step if found else 0, max_crashes)
 
 
 def restore(

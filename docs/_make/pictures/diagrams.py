@@ -31,6 +31,8 @@ PURPOSE = {  # of each package, in two short lines at most
     "generate": "text from a\ncheckpoint",
     "job": "the checked configuration,\nthe builders of a run",
     "training": "engine, step, loop,\nperiodic actions",
+    "guard": "judge, replay,\nroll-back",
+    "meters": "replicas, stragglers,\nnorms, source losses",
     "parallelize": "TP, CP, PP, FSDP,\ncompile, Float8",
     "optim": "optimizers, LR,\nclipping",
     "checkpoint": "save, verify,\nload, convert",

@@ -46,9 +46,10 @@ def watch_run(watch: Watch, evaluate: Callable[[StorageFolder], EvaluationResult
         raise ConfigError(f"--watch {watch.run}: there is no such folder.", fix="Give a run.")
     failed: set[str] = set()  # weights, which are not tried twice
     while True:
-        found = next(_due_checkpoints(watch, failed), None)
+        saved = list(_checkpoints(watch))  # once: the run may save another one meanwhile
+        found = next(_due_checkpoints(watch, saved, failed), None)
         if found is None:
-            if _is_done(watch):
+            if any(manifest.step >= _last_step(watch, manifest) for _, manifest in saved):
                 return
             time.sleep(POLL_SECONDS)
             continue
@@ -63,20 +64,15 @@ def watch_run(watch: Watch, evaluate: Callable[[StorageFolder], EvaluationResult
 
 
 def _due_checkpoints(
-    watch: Watch, failed: set[str]
+    watch: Watch, saved: list[tuple[StorageFolder, CheckpointManifest]], failed: set[str]
 ) -> Iterator[tuple[StorageFolder, CheckpointManifest]]:
-    """The checkpoints that are to be evaluated, the newest first."""
+    """The checkpoints of `saved` that are to be evaluated, the newest first."""
     done = {line["weights"] for line in read_evaluations(watch.run)} | failed
-    for folder, manifest in _checkpoints(watch):
+    for folder, manifest in saved:
         is_last = manifest.step == _last_step(watch, manifest)
         due = is_last or manifest.step % watch.every == 0
         if due and weights_hash(manifest) not in done:
             yield folder, manifest
-
-
-def _is_done(watch: Watch) -> bool:
-    """Whether the run has a checkpoint of the last step."""
-    return any(m.step >= _last_step(watch, m) for _, m in _checkpoints(watch))
 
 
 def _last_step(watch: Watch, manifest: CheckpointManifest) -> float:
