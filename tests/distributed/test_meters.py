@@ -107,7 +107,7 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
         of_sources.arm()
         if not early:  # which would apply the gradient of the small batch
             noise.arm()
-    inputs, labels, sources = own_rows(mesh, *batch_at(0, RECIPE), SOURCES)
+    inputs, labels = own_rows(mesh, *batch_at(0, RECIPE))
     settings = StepSettings(mesh, 0.0, early, hooks=(noise, of_sources))
     result = take_step(state, engine, engine.prepare(inputs, labels), settings=settings)
     weights = hashlib.sha256()
