@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
-from titanlite.models.llama3.model import TransformerBlock
+from titanlite.models.llama import TransformerBlock
 from titanlite.models.spec import ModelSpec
 
 FEW_EXPERTS = ExpertSizes(count=16, active=2, hidden_dim=64)

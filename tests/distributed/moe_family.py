@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
-from titanlite.models.llama3.model import TransformerBlock
+from titanlite.models.llama import TransformerBlock
 from titanlite.models.shape import Experts, ModelShape
 from titanlite.models.spec import ModelSpec
 

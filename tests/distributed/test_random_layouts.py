@@ -34,7 +34,7 @@ from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.errors import UserError
 from titanlite.job import read_job
 from titanlite.models import Llama3Sizes
-from titanlite.models.qwen3_moe.model import Qwen3MoESizes
+from titanlite.models.qwen3_moe import Qwen3MoESizes
 from titanlite.parallelize.schedule import SCHEDULES
 
 MAX_RANKS = 8

@@ -19,8 +19,7 @@ from titanlite.guard.rollback import (
 )
 from titanlite.job.start import restore_progress
 from titanlite.meters.expert_load import ExpertLoad
-from titanlite.models.qwen3_moe.model import Qwen3MoESizes
-from titanlite.models.qwen3_moe.spec import QWEN3_MOE
+from titanlite.models.qwen3_moe import QWEN3_MOE, Qwen3MoESizes
 from titanlite.models.router import NO_BALANCING, find_routers
 from titanlite.optim import OptimizerSet
 from titanlite.training.state import Counters, TrainState

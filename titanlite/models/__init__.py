@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanlite.models.deepseek_v3.spec import DEEPSEEK_V3
+from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.embedding import TokenEmbedding
-from titanlite.models.gpt2.spec import GPT2_FAMILY
-from titanlite.models.llama2.spec import LLAMA2
-from titanlite.models.llama3.model import Llama, Llama3Sizes
-from titanlite.models.llama3.spec import LLAMA3
+from titanlite.models.gpt2 import GPT2_FAMILY
+from titanlite.models.llama import LLAMA2, LLAMA3, Llama, Llama3Sizes
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
-from titanlite.models.mistral.spec import MISTRAL
-from titanlite.models.mixtral.spec import MIXTRAL
+from titanlite.models.mistral import MISTRAL
+from titanlite.models.mixtral import MIXTRAL
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
-from titanlite.models.olmo2.spec import OLMO2
-from titanlite.models.qwen3.spec import QWEN3
-from titanlite.models.qwen3_moe.spec import QWEN3_MOE
+from titanlite.models.olmo2 import OLMO2
+from titanlite.models.qwen3 import QWEN3
+from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (

@@ -1,0 +1,442 @@
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) as a single-device module.
+
+Its multi-token prediction, an extra block used in training only, is not implemented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import Rope, RotaryDecoder, decoder_shape
+from titanlite.models.llama import TransformerBlock
+from titanlite.models.mixtral import ExpertBlock
+from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
+from titanlite.models.router import ExpertSizes, LoadBalancing
+from titanlite.models.shape import Experts, LatentAttention, ModelShape
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+# Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeepSeekV3Sizes:
+    """The sizes of one model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    hidden_dim: int  # of the dense layers
+    vocab_size: int
+    n_experts: int
+    n_active_experts: int
+    expert_hidden_dim: int
+    n_dense_layers: int = 0
+    n_shared_experts: int = 1
+    n_expert_groups: int = 1
+    n_active_groups: int = 1
+    route_scale: float = 1.0
+    q_lora_rank: int = 0  # 0: queries are projected from the hidden states
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling_factor: float = 1.0
+
+    qk_norm = tied_embeddings = False
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads: every query head has its own."""
+        return self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        """Query and key elements per head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rope_scaling(self) -> YarnScaling | None:
+        return YarnScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+
+    @property
+    def experts(self) -> ExpertSizes:
+        return ExpertSizes(
+            count=self.n_experts,
+            active=self.n_active_experts,
+            hidden_dim=self.expert_hidden_dim,
+            shared_dim=self.n_shared_experts * self.expert_hidden_dim,
+            score="sigmoid",
+            route_scale=self.route_scale,
+            groups=self.n_expert_groups,
+            active_groups=self.n_active_groups,
+            selection_bias=True,
+        )
+
+
+class DeepSeekAttention(nn.Module):
+    """Multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1).
+
+    A head's query and key are features without a position, then rotated ones; all heads share the
+    rotated features of the key.
+    """
+
+    def __init__(self, sizes: DeepSeekV3Sizes):
+        super().__init__()
+        self.head_width, self.rotary_dim = sizes.head_width, sizes.qk_rope_head_dim
+        self.latent_dim, self.value_dim = sizes.kv_lora_rank, sizes.v_head_dim
+        scaling = sizes.rope_scaling
+        self.score_factor = scaling.score_factor if scaling else 1.0
+        q_dim = sizes.n_heads * sizes.head_width
+        if sizes.q_lora_rank:
+            self.wq_a = nn.Linear(sizes.dim, sizes.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(sizes.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.wq_b = nn.Linear(sizes.q_lora_rank, q_dim, bias=False)
+        else:
+            self.wq = nn.Linear(sizes.dim, q_dim, bias=False)
+        self.wkv_a = nn.Linear(sizes.dim, self.latent_dim + self.rotary_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(self.latent_dim, eps=LATENT_NORM_EPS)
+        key_value_dim = sizes.qk_nope_head_dim + sizes.v_head_dim
+        self.wkv_b = nn.Linear(self.latent_dim, sizes.n_heads * key_value_dim, bias=False)
+        self.shared_key = SharedKey()
+        self.attend = CausalAttention()
+        self.wo = nn.Linear(sizes.n_heads * sizes.v_head_dim, sizes.dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        q = self._queries(x).unflatten(-1, (-1, self.head_width))  # -> [B, T, H, K]
+        q_plain, q_rotary = q.split([self.head_width - self.rotary_dim, self.rotary_dim], -1)
+        q_rotary = apply_rope(pair_halves(q_rotary), rope)
+        latent, k_rotary = self.wkv_a(x).split([self.latent_dim, self.rotary_dim], -1)
+        k_rotary = self.shared_key(k_rotary, rope).expand(-1, -1, q.shape[2], -1)
+        plain_dim = q_plain.shape[-1]
+        keys_values = self.wkv_b(self.kv_norm(latent)).unflatten(
+            -1, (-1, plain_dim + self.value_dim)
+        )
+        k_plain, v = keys_values.split([plain_dim, self.value_dim], -1)
+        q = torch.cat([q_plain, q_rotary], -1)
+        if self.score_factor != 1:
+            q = q * self.score_factor
+        k = torch.cat([k_plain, k_rotary], -1)
+        # Few kernels take values of another width than the keys. Zeros change no output.
+        v = F.pad(v, (0, self.head_width - self.value_dim))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
+        out = self.attend(q, k, v, documents, cache)[..., : self.value_dim]
+        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, V] -> [B, T, H*V]
+
+    def _queries(self, x: Tensor) -> Tensor:
+        return self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
+
+
+class SharedKey(nn.Module):
+    """Rotates the key features that all heads share: [B, T, K] to [B, T, 1, K].
+
+    A module, so that tensor parallelism can sum its gradient over the heads of all ranks.
+    """
+
+    def forward(self, k: Tensor, rope: Rope) -> Tensor:
+        return apply_rope(pair_halves(k.unsqueeze(2)), rope)
+
+
+class DeepSeekV3(RotaryDecoder):
+    """The transformer of DeepSeek-V3."""
+
+    def __init__(self, sizes: DeepSeekV3Sizes):
+        def build_block(index: int) -> nn.Module:
+            block = TransformerBlock if index < sizes.n_dense_layers else ExpertBlock
+            return block(sizes, DeepSeekAttention(sizes))
+
+        super().__init__(sizes, build_block, rotary_dim=sizes.qk_rope_head_dim)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
+    "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
+    "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
+    "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
+    "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
+    "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
+    "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
+    "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
+    "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
+    "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}  # the rotated features are in the published order: pairs are (2i, 2i + 1)
+
+OWN_KEYS = {
+    "n_dense_layers": "first_k_dense_replace",
+    "n_experts": "n_routed_experts",
+    "n_active_experts": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "n_shared_experts": "n_shared_experts",
+    "n_expert_groups": "n_group",
+    "n_active_groups": "topk_group",
+    "route_scale": "routed_scaling_factor",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_nope_head_dim",
+    "qk_rope_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "rope_scaling_factor": "factor",
+}
+NOT_OURS = ("n_kv_heads", "head_dim", "tied_embeddings")
+KEYS = {name: key for name, key in HEAD_KEYS.items() if name not in NOT_OURS} | OWN_KEYS
+
+FIXED_VALUES = {
+    **SAME_AS_LLAMA,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+
+FORMAT = ConfigFormat(
+    family="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    sizes=DeepSeekV3Sizes,
+    keys=KEYS,
+    fixed=FIXED_VALUES,
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": True},
+    rope_scaling={
+        "rope_type": "yarn",
+        "beta_fast": YarnScaling.fast_turns,
+        "beta_slow": YarnScaling.slow_turns,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": YarnScaling.original_context,
+    },
+    has_head_width=False,
+)
+
+
+def to_config(sizes: DeepSeekV3Sizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    config = FORMAT.for_experts(sizes.n_active_experts).write(sizes)
+    factor, scaling = config.pop("factor"), sizes.rope_scaling
+    scaled_context = int(factor * scaling.original_context) if scaling else 0
+    return {
+        **config,
+        "q_lora_rank": sizes.q_lora_rank or None,
+        "num_key_value_heads": sizes.n_heads,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": max(context, scaled_context),
+        "rope_scaling": {"factor": factor, **FORMAT.rope_scaling} if scaling else None,
+    }
+
+
+def from_config(config: Mapping[str, Any]) -> DeepSeekV3Sizes:
+    """Inverse of `to_config`; raises CheckpointError."""
+    if "q_lora_rank" in config:  # null: queries are projected from the hidden states
+        config = {**config, "q_lora_rank": config["q_lora_rank"] or 0}
+    return FORMAT.for_experts(config.get("num_experts_per_tok")).read(config)
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture="DeepseekV3ForCausalLM",
+    names=NAMES,
+    derived="model.layers.61.*",  # the block for multi-token prediction of the published model
+    to_config=to_config,
+    from_config=from_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "tiny": DeepSeekV3Sizes(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        hidden_dim=768,
+        vocab_size=2048,
+        n_dense_layers=1,
+        n_experts=8,
+        n_active_experts=3,
+        expert_hidden_dim=256,
+        n_shared_experts=2,
+        n_expert_groups=2,
+        n_active_groups=1,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+    ),
+    # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json
+    "moonlight-16B": DeepSeekV3Sizes(
+        dim=2048,
+        n_layers=27,
+        n_heads=16,
+        hidden_dim=11_264,
+        vocab_size=163_840,
+        n_dense_layers=1,
+        n_experts=64,
+        n_active_experts=6,
+        expert_hidden_dim=1408,
+        n_shared_experts=2,
+        route_scale=2.446,
+        norm_eps=1e-5,
+        rope_theta=50_000.0,
+    ),
+    # DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 4.2), as trained on 4,096 tokens
+    "V3-671B": DeepSeekV3Sizes(
+        dim=7168,
+        n_layers=61,
+        n_heads=128,
+        hidden_dim=18_432,
+        vocab_size=129_280,
+        n_dense_layers=3,
+        n_experts=256,
+        n_active_experts=8,
+        expert_hidden_dim=2048,
+        n_expert_groups=8,
+        n_active_groups=4,
+        route_scale=2.5,
+        q_lora_rank=1536,
+    ),
+}
+
+# torchtitan v0.2.2's flavors are other models: but for 671B they have softmax scores without
+# normalisation, and 671B has other epsilons, a document mask, and YaRN from 4,097 tokens on.
+FLAVOR_HINTS = {
+    "debugmodel": 'Use "tiny", which is another model than torchtitan\'s: see'
+    " docs/reference/torchtitan.md.",
+    "16B": "torchtitan's 16B has softmax scores, which this family does not have; moonlight-16B is"
+    " another model.",
+    "671B": 'Use "V3-671B", the published model; for what torchtitan\'s 671B has instead see'
+    " docs/reference/torchtitan.md.",
+}
+
+TP_PLAN = {
+    "tok_embeddings": "vocab_in",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather_sequence",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.w*_a": "replicated",  # narrow: every rank computes them for all tokens
+    "layers.*.attention.*_norm": "replicated",
+    "layers.*.attention.w*_b": "colwise",
+    "layers.*.attention.shared_key": "shared_by_heads",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather_sequence",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "vocab_out",
+}
+
+ROLES = {
+    "tok_embeddings.weight": "embedding",
+    "output.weight": "output",
+    "norm.weight": "output_gain",
+    "*norm.weight": "gain",
+    "*.attention.wq.weight": "query",
+    "*.attention.wq_b.weight": "query",
+    "*": "hidden",
+}
+
+
+def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
+    """Reject widths of heads, RoPE settings and numbers of layers that the module cannot have."""
+    if sizes.qk_rope_head_dim % 2:
+        yield ConfigError(
+            f"model.qk_rope_head_dim = {sizes.qk_rope_head_dim}: RoPE rotates pairs of channels, so"
+            " it must be even.",
+            keys=("model.qk_rope_head_dim",),
+        )
+    if sizes.rope_scaling is not None and sizes.rope_theta == 1:
+        yield ConfigError(
+            f"model.rope_scaling_factor = {sizes.rope_scaling_factor:g}: YaRN needs a"
+            " model.rope_theta above 1.",
+            keys=("model.rope_scaling_factor", "model.rope_theta"),
+        )
+    if sizes.v_head_dim > sizes.head_width:
+        yield ConfigError(
+            f"model.v_head_dim = {sizes.v_head_dim}: must not exceed the width of a head's key,"
+            f" qk_nope_head_dim + qk_rope_head_dim = {sizes.head_width}.",
+            keys=("model.v_head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+        )
+    if sizes.n_dense_layers > sizes.n_layers:
+        yield ConfigError(
+            f"model.n_dense_layers = {sizes.n_dense_layers}: must not exceed model.n_layers ="
+            f" {sizes.n_layers}.",
+            keys=("model.n_dense_layers", "model.n_layers"),
+        )
+
+
+def shape(sizes: DeepSeekV3Sizes) -> ModelShape:
+    """What the module consists of."""
+    experts = Experts(
+        count=sizes.n_experts,
+        active=sizes.n_active_experts,
+        hidden_dim=sizes.expert_hidden_dim,
+        shared_hidden_dim=sizes.experts.shared_dim,
+        dense_layers=sizes.n_dense_layers,
+    )
+    latent = LatentAttention(
+        query_rank=sizes.q_lora_rank,
+        key_value_rank=sizes.kv_lora_rank,
+        rotary_dim=sizes.qk_rope_head_dim,
+        value_dim=sizes.v_head_dim,
+    )
+    has_experts = sizes.n_dense_layers < sizes.n_layers
+    return decoder_shape(
+        "deepseek_v3", sizes, experts=experts if has_experts else None, latent=latent
+    )
+
+
+DEEPSEEK_V3 = ModelSpec(
+    name="deepseek_v3",
+    flavors=FLAVORS,
+    flavor_hints=FLAVOR_HINTS,
+    build=DeepSeekV3,
+    tp_plan=TP_PLAN,
+    init_roles={"*norm.weight": "ones", "*": "normal"},
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=shape,
+    tied_parameters=lambda sizes: [],
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_sizes,
+    experts=lambda sizes: sizes.experts if sizes.n_dense_layers < sizes.n_layers else None,
+    # section 4.2 of the report, as the standard deviation
+    load_balancing=lambda sizes: LoadBalancing(bias_update_rate=0.001),
+    init_std=0.006,
+)

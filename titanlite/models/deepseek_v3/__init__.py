@@ -1,1 +1,0 @@
-"""The DeepSeek-V3 family: latent attention, and a mixture of experts."""

@@ -1,0 +1,280 @@
+"""GPT-2 as a single-device module.
+
+Language Models are Unsupervised Multitask Learners, Radford et al., 2019, section 2.3: LayerNorm
+before attention and feed-forward, learned positions, GELU, biases, tied embeddings. No dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.config_json import ConfigFormat
+from titanlite.models.decoder import Decoder, decoder_shape, tied_output
+from titanlite.models.embedding import PositionEmbedding
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec, StoredPart
+
+
+@dataclass(frozen=True)
+class GPT2Sizes:
+    """The sizes of one GPT-2 model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    hidden_dim: int
+    vocab_size: int = 50_257
+    positions: int = 1024
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = True
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads: as many as query heads."""
+        return self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.dim // self.n_heads
+
+
+class GPT2Attention(nn.Module):
+    """Causal attention, all of whose linear layers have biases."""
+
+    def __init__(self, sizes: GPT2Sizes):
+        super().__init__()
+        self.head_width = sizes.head_width
+        self.wq = nn.Linear(sizes.dim, sizes.dim)
+        self.wk = nn.Linear(sizes.dim, sizes.dim)
+        self.wv = nn.Linear(sizes.dim, sizes.dim)
+        self.wo = nn.Linear(sizes.dim, sizes.dim)
+        self.attend = CausalAttention()
+
+    def forward(
+        self,
+        x: Tensor,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
+        q, k, v = (  # [B, T, H*K] -> [B, H, T, K]
+            layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+        )
+        out = self.attend(q, k, v, documents, cache)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
+
+
+class GPT2FeedForward(nn.Module):
+    """Two linear layers with the tanh form of GELU (https://arxiv.org/abs/1606.08415)."""
+
+    def __init__(self, sizes: GPT2Sizes):
+        super().__init__()
+        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim)
+        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class GPT2Block(nn.Module):
+    """Attention and feed-forward, each behind a LayerNorm and added to the residual stream."""
+
+    def __init__(self, sizes: GPT2Sizes):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(sizes.dim, eps=sizes.norm_eps)
+        self.attention = GPT2Attention(sizes)
+        self.ffn_norm = nn.LayerNorm(sizes.dim, eps=sizes.norm_eps)
+        self.feed_forward = GPT2FeedForward(sizes)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: None = None,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), documents, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class GPT2(Decoder):
+    """The transformer of GPT-2."""
+
+    def __init__(self, sizes: GPT2Sizes):
+        super().__init__(
+            sizes,
+            lambda index: GPT2Block(sizes),
+            norm=nn.LayerNorm(sizes.dim, eps=sizes.norm_eps),
+            pos_embeddings=PositionEmbedding(sizes.positions, sizes.dim),
+        )
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+LAYERS = {  # layer of ours -> layer there, [in, out] instead of [out, in], and which part of it
+    "attention.wq": ("attn.c_attn", StoredPart(True, 0, 3)),
+    "attention.wk": ("attn.c_attn", StoredPart(True, 1, 3)),
+    "attention.wv": ("attn.c_attn", StoredPart(True, 2, 3)),
+    "attention.wo": ("attn.c_proj", StoredPart(True)),
+    "feed_forward.w1": ("mlp.c_fc", StoredPart(True)),
+    "feed_forward.w2": ("mlp.c_proj", StoredPart(True)),
+    "attention_norm": ("ln_1", StoredPart()),
+    "ffn_norm": ("ln_2", StoredPart()),
+}
+BLOCK_NAMES = {
+    f"layers.*.{ours}.{leaf}": f"transformer.h.*.{theirs}.{leaf}"
+    for ours, (theirs, _) in LAYERS.items()
+    for leaf in ("weight", "bias")
+}
+NAMES = {
+    "tok_embeddings.weight": "transformer.wte.weight",
+    "pos_embeddings.weight": "transformer.wpe.weight",
+    **BLOCK_NAMES,
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+    "output.weight": "lm_head.weight",
+}
+PARTS = {
+    f"layers.*.{ours}.{leaf}": part
+    for ours, (_, part) in LAYERS.items()
+    for leaf in ("weight", "bias")
+}
+
+GPT2_CONFIG = ConfigFormat(
+    family="gpt2",
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    sizes=GPT2Sizes,
+    keys={
+        "dim": "n_embd",
+        "n_layers": "n_layer",
+        "n_heads": "n_head",
+        "hidden_dim": "n_inner",
+        "vocab_size": "vocab_size",
+        "positions": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "tied_embeddings": "tie_word_embeddings",
+    },
+    fixed={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    defaults={
+        "vocab_size": 50_257,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+)
+
+
+def write_gpt2_config(sizes: GPT2Sizes, context: int) -> dict[str, Any]:
+    """config.json; the context is the number of learned positions, and dropout is off."""
+    off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    return GPT2_CONFIG.write(sizes, **off)
+
+
+def read_gpt2_config(config: Mapping[str, Any]) -> GPT2Sizes:
+    """The sizes in a config.json; raises CheckpointError."""
+    dim, inner = config.get("n_embd"), config.get("n_inner")
+    if inner is None and isinstance(dim, int):
+        inner = 4 * dim
+    return GPT2_CONFIG.read({**config, "n_inner": inner})
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=GPT2_CONFIG.architecture,
+    names=NAMES,
+    derived="*.attn.[bm]*",  # causal masks: h.0.attn.bias and h.0.attn.masked_bias
+    to_config=write_gpt2_config,
+    from_config=read_gpt2_config,
+    parts=PARTS,
+    optional_prefix="transformer.",
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": GPT2Sizes(256, 4, 4, 1024, vocab_size=2048, positions=256),
+    # nanoGPT's model for a CPU, of characters: https://github.com/karpathy/nanoGPT#quick-start
+    "characters": GPT2Sizes(128, 4, 4, 512, vocab_size=65, positions=64),
+    # config.json of https://huggingface.co/openai-community/gpt2, gpt2-medium, -large and -xl
+    "124M": GPT2Sizes(768, 12, 12, 3072),
+    "355M": GPT2Sizes(1024, 24, 16, 4096),
+    "774M": GPT2Sizes(1280, 36, 20, 5120),
+    "1.5B": GPT2Sizes(1600, 48, 25, 6400),
+}
+
+TP_PLAN = {
+    "tok_embeddings": "vocab_in",
+    "pos_embeddings": "positions",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather_sequence",
+    "layers.*.attention.w[qkv]": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather_sequence",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "vocab_out",
+}
+
+INIT_ROLES = {
+    "*.bias": "zeros",
+    "*norm.weight": "ones",
+    "*.wo.weight": "residual",  # scaled down by depth, so that the residual stream does not grow
+    "*.w2.weight": "residual",
+    "*": "normal",
+}
+
+ROLES = {
+    "*_embeddings.weight": "embedding",
+    "output.weight": "output",
+    "norm.*": "output_gain",
+    "*.wq.bias": "query_bias",
+    "*norm.weight": "gain",
+    "*.bias": "gain",
+    "*.wq.weight": "query",
+    "*": "hidden",
+}
+
+
+def check_gpt2_sizes(sizes: GPT2Sizes) -> Iterator[ConfigError]:
+    """Reject heads that do not divide the width."""
+    if sizes.dim % sizes.n_heads:
+        yield ConfigError(
+            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
+            keys=("model.dim", "model.n_heads"),
+        )
+
+
+GPT2_FAMILY = ModelSpec(
+    name="gpt2",
+    flavors=FLAVORS,
+    build=GPT2,
+    tp_plan=TP_PLAN,
+    init_roles=INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape(
+        "gpt2", sizes, gated=False, biases=True, positions=sizes.positions
+    ),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_gpt2_sizes,
+    head_projections=["layers.*.attention.w[qkv]"],
+)

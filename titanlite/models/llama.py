@@ -1,0 +1,302 @@
+"""Llama 3 (https://arxiv.org/abs/2407.21783) as a single-device module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.errors import CheckpointError
+from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import (
+    Rope,
+    RotaryDecoder,
+    RotarySizes,
+    check_heads,
+    decoder_shape,
+    tied_output,
+)
+from titanlite.models.rope import Llama3Scaling, apply_rope
+from titanlite.models.spec import HuggingFaceMapping, ModelSizes, ModelSpec
+
+
+@dataclass(frozen=True)
+class Llama3Sizes:
+    """The sizes of one Llama 3 model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 128_256
+    head_dim: int = 0  # 0: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling_factor: float = 1.0
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def rope_scaling(self) -> Llama3Scaling | None:
+        return Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+
+
+class LlamaBlockSizes(RotarySizes, Protocol):
+    """The sizes that the blocks below read; the size classes of several families have them."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """RMSNorm on every query and key head."""
+
+
+class Attention(nn.Module):
+    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k.
+
+    `window`: tokens that a token attends to, itself included; 0: all up to itself.
+    """
+
+    def __init__(self, sizes: LlamaBlockSizes, window: int = 0):
+        super().__init__()
+        self.head_width = sizes.head_width
+        q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
+        self.wq = nn.Linear(sizes.dim, q_dim, bias=False)
+        self.wk = nn.Linear(sizes.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(sizes.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, sizes.dim, bias=False)
+        self.attend = CausalAttention(window=window)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if sizes.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_width, eps=sizes.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_width, eps=sizes.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        q, k = self.queries_and_keys(x)
+        v = self.wv(x).unflatten(-1, (-1, self.head_width))
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
+        out = self.attend(q, k, v, documents, cache)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
+
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, K] and keys [B, T, Hkv, K], normalized if the model does so."""
+        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
+        q = self.q_norm(self.wq(x).unflatten(-1, heads))  # [B, T, H*K] -> [B, T, H, K]
+        return q, self.k_norm(self.wk(x).unflatten(-1, heads))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, sizes: ModelSizes):
+        super().__init__()
+        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
+        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
+        self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream.
+
+    `attention`: None for Llama's.
+    """
+
+    def __init__(self, sizes: LlamaBlockSizes, attention: nn.Module | None = None):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.attention = attention or Attention(sizes)
+        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(RotaryDecoder):
+    """The transformer of Llama 3, 3.1 and 3.2."""
+
+    def __init__(self, sizes: Llama3Sizes):
+        super().__init__(sizes, lambda index: TransformerBlock(sizes))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}  # the tensors are equal, without a permutation: rotary pairs are (i, i + K/2) in both
+DERIVED = "*.rotary_emb.inv_freq"
+
+LLAMA_CONFIG = ConfigFormat(
+    family="llama3",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    sizes=Llama3Sizes,
+    keys={**HEAD_KEYS, "rope_scaling_factor": "factor"},
+    fixed={**SAME_AS_LLAMA, "sliding_window": None},
+    defaults={
+        "head_dim": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+    rope_scaling={
+        "rope_type": "llama3",
+        "low_freq_factor": Llama3Scaling.low_frequency_factor,
+        "high_freq_factor": Llama3Scaling.high_frequency_factor,
+        "original_max_position_embeddings": Llama3Scaling.original_context,
+    },
+)
+
+
+def write_llama_config(sizes: Llama3Sizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    if sizes.qk_norm:
+        raise CheckpointError(
+            "model.qk_norm = true: Hugging Face's LlamaForCausalLM has no such norm, and would"
+            " compute something else from these weights."
+        )
+    scaling = None
+    if sizes.rope_scaling is not None:
+        scaling = {"factor": sizes.rope_scaling_factor, **LLAMA_CONFIG.rope_scaling}
+        context = max(context, int(sizes.rope_scaling_factor * Llama3Scaling.original_context))
+    config = LLAMA_CONFIG.write(sizes, max_position_embeddings=context, rope_scaling=scaling)
+    del config["factor"]
+    return config
+
+
+def read_llama_config(config: Mapping[str, Any]) -> Llama3Sizes:
+    """The sizes in a config.json; raises CheckpointError."""
+    n_heads = config.get("num_attention_heads")
+    stated = {key: value for key, value in config.items() if value is not None}
+    return LLAMA_CONFIG.read({"num_key_value_heads": n_heads, **stated})
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture="LlamaForCausalLM",
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_llama_config,
+    from_config=read_llama_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": Llama3Sizes(256, 6, 16, 16, 768, vocab_size=2048),
+    "quickstart": Llama3Sizes(256, 4, 4, 2, 768, vocab_size=4096, rope_theta=10_000.0),
+    # Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, as published on their model cards
+    "1B": Llama3Sizes(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),
+    "3B": Llama3Sizes(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),
+    "8B": Llama3Sizes(4096, 32, 32, 8, 14_336, rope_scaling_factor=8.0),
+    "70B": Llama3Sizes(8192, 80, 64, 8, 28_672, rope_scaling_factor=8.0),
+    "405B": Llama3Sizes(16_384, 126, 128, 8, 53_248, rope_scaling_factor=8.0),
+}
+
+TP_PLAN = {
+    "tok_embeddings": "vocab_in",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather_sequence",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise_kv",
+    "layers.*.attention.wv": "colwise_kv",
+    "layers.*.attention.q_norm": "heads",
+    "layers.*.attention.k_norm": "heads",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather_sequence",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "vocab_out",
+}
+
+INIT_ROLES = {
+    "*norm.weight": "ones",
+    "*.wo.weight": "residual",  # scaled down by depth, so that the residual stream does not grow
+    "*.w2.weight": "residual",
+    "*": "normal",
+}
+
+ROLES = {
+    "tok_embeddings.weight": "embedding",
+    "output.weight": "output",
+    "norm.weight": "output_gain",
+    "*.q_norm.weight": "query_gain",
+    "*norm.weight": "gain",
+    "*.wq.weight": "query",
+    "*": "hidden",
+}
+
+
+LLAMA3 = ModelSpec(
+    name="llama3",
+    flavors=FLAVORS,
+    build=Llama,
+    tp_plan=TP_PLAN,
+    init_roles=INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape("llama3", sizes, qk_norm=sizes.qk_norm),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_heads,
+    head_projections=["layers.*.attention.w[qkv]"],
+)
+
+# Llama 2 (https://arxiv.org/abs/2307.09288): the same blocks in other sizes
+LLAMA2_FLAVORS = {
+    "debugmodel": Llama3Sizes(256, 4, 4, 4, 768, vocab_size=2048, rope_theta=10_000.0),
+    # config.json of https://huggingface.co/meta-llama/Llama-2-7b-hf, -13b-hf and -70b-hf
+    "7B": Llama3Sizes(4096, 32, 32, 32, 11_008, vocab_size=32_000, rope_theta=10_000.0),
+    "13B": Llama3Sizes(5120, 40, 40, 40, 13_824, vocab_size=32_000, rope_theta=10_000.0),
+    "70B": Llama3Sizes(8192, 80, 64, 8, 28_672, vocab_size=32_000, rope_theta=10_000.0),
+}
+
+LLAMA2 = replace(
+    LLAMA3,
+    name="llama2",
+    flavors=LLAMA2_FLAVORS,
+    shape=lambda sizes: decoder_shape("llama2", sizes, qk_norm=sizes.qk_norm),
+)

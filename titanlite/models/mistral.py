@@ -1,0 +1,140 @@
+"""Mistral 7B (https://arxiv.org/abs/2310.06825): Llama's blocks with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.errors import CheckpointError
+from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape
+from titanlite.models.llama import (
+    DERIVED,
+    INIT_ROLES,
+    NAMES,
+    ROLES,
+    TP_PLAN,
+    Attention,
+    TransformerBlock,
+)
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+
+@dataclass(frozen=True)
+class MistralSizes:
+    """The sizes of one Mistral model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 32_768
+    head_dim: int = 0  # 0: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    window: int = 0
+
+    rope_scaling = None
+    qk_norm = tied_embeddings = False
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+
+class Mistral(RotaryDecoder):
+    """The transformer of Mistral 7B."""
+
+    def __init__(self, sizes: MistralSizes):
+        super().__init__(
+            sizes, lambda index: TransformerBlock(sizes, Attention(sizes, sizes.window))
+        )
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+WINDOW_KEY = "sliding_window"
+UNTIED_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "tied_embeddings"}
+
+MISTRAL_CONFIG = ConfigFormat(
+    family="mistral",
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    sizes=MistralSizes,
+    keys={**UNTIED_KEYS, "window": WINDOW_KEY},
+    fixed={**SAME_AS_LLAMA, "tie_word_embeddings": False},
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        WINDOW_KEY: 4096,
+    },
+)
+
+
+def write_mistral_config(sizes: MistralSizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    config = MISTRAL_CONFIG.write(sizes, max_position_embeddings=context)
+    return {**config, WINDOW_KEY: sizes.window or None}
+
+
+def read_mistral_config(config: Mapping[str, Any]) -> MistralSizes:
+    """The sizes in a config.json; raises CheckpointError. Without a window, its value is null."""
+    values = {**MISTRAL_CONFIG.defaults, **config}
+    if values[WINDOW_KEY] is None:
+        values[WINDOW_KEY] = 0
+    elif values.get("layer_types"):
+        # AutoModel then builds Ministral, which follows layer_types, and MistralForCausalLM ignores
+        # them.
+        raise CheckpointError(
+            f"config.json has layer_types, and {WINDOW_KEY} = {values[WINDOW_KEY]!s:.80} for all"
+            " layers: they may contradict each other.",
+            fix=f"Set {WINDOW_KEY} = null if no layer has a window, or remove layer_types if all"
+            " have one.",
+        )
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads")
+    return MISTRAL_CONFIG.read(values)
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=MISTRAL_CONFIG.architecture,
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_mistral_config,
+    from_config=read_mistral_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": MistralSizes(256, 4, 8, 2, 768, vocab_size=2048, window=64),
+    # https://arxiv.org/abs/2310.06825, table 1, and the config.json of
+    # https://huggingface.co/mistralai/Mistral-7B-v0.1 and -v0.3
+    "7B-v0.1": MistralSizes(
+        4096, 32, 32, 8, 14_336, vocab_size=32_000, rope_theta=10_000.0, window=4096
+    ),
+    "7B-v0.3": MistralSizes(4096, 32, 32, 8, 14_336),
+}
+
+MISTRAL = ModelSpec(
+    name="mistral",
+    flavors=FLAVORS,
+    build=Mistral,
+    tp_plan=TP_PLAN,
+    init_roles=INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape("mistral", sizes, window=sizes.window),
+    tied_parameters=lambda sizes: [],
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_heads,
+    head_projections=["layers.*.attention.w[qkv]"],
+)

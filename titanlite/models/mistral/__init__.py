@@ -1,1 +1,0 @@
-"""The Mistral family: the module, its spec and its Hugging Face mapping."""

@@ -1,0 +1,204 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral's blocks with a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
+from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, Attention, LlamaBlockSizes
+from titanlite.models.llama import NAMES as LLAMA_NAMES
+from titanlite.models.moe import MixtureOfExperts
+from titanlite.models.router import ExpertSizes, LoadBalancing
+from titanlite.models.shape import Experts
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+
+@dataclass(frozen=True)
+class MixtralSizes:
+    """The sizes of one Mixtral model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    expert_hidden_dim: int
+    n_experts: int = 8
+    n_active_experts: int = 2
+    vocab_size: int = 32_000
+    head_dim: int = 0  # 0: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    tied_embeddings: bool = False
+
+    rope_scaling = None
+    qk_norm = False
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of a feed-forward layer: of an expert."""
+        return self.expert_hidden_dim
+
+    @property
+    def experts(self) -> ExpertSizes:
+        return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
+
+
+class ExpertBlockSizes(LlamaBlockSizes, Protocol):
+    """The sizes that `ExpertBlock` reads; the size classes of several families have them."""
+
+    @property
+    def experts(self) -> ExpertSizes:
+        """The experts of each block."""
+
+
+class ExpertBlock(nn.Module):
+    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual.
+
+    `attention`: None for Llama's.
+    """
+
+    def __init__(self, sizes: ExpertBlockSizes, attention: nn.Module | None = None):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.attention = attention or Attention(sizes)
+        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
+        return x + self.moe(self.ffn_norm(x))
+
+
+class Mixtral(RotaryDecoder):
+    """The transformer of Mixtral 8x7B and 8x22B."""
+
+    def __init__(self, sizes: MixtralSizes):
+        super().__init__(sizes, lambda index: ExpertBlock(sizes))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+DENSE_NAMES = {name: to for name, to in LLAMA_NAMES.items() if ".feed_forward." not in name}
+NAMES = {
+    **DENSE_NAMES,
+    "layers.*.moe.router.gate.weight": "model.layers.*.block_sparse_moe.gate.weight",
+    "layers.*.moe.experts.w1": "model.layers.*.block_sparse_moe.experts.{expert}.w1.weight",
+    "layers.*.moe.experts.w2": "model.layers.*.block_sparse_moe.experts.{expert}.w2.weight",
+    "layers.*.moe.experts.w3": "model.layers.*.block_sparse_moe.experts.{expert}.w3.weight",
+}
+
+DENSE_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "hidden_dim"}
+
+MIXTRAL_CONFIG = ConfigFormat(
+    family="mixtral",
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    sizes=MixtralSizes,
+    keys={
+        **DENSE_KEYS,
+        "expert_hidden_dim": "intermediate_size",
+        "n_experts": "num_local_experts",
+        "n_active_experts": "num_experts_per_tok",
+    },
+    fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
+    defaults={
+        "head_dim": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "router_jitter_noise": 0.0,
+    },
+)
+
+
+def write_mixtral_config(sizes: MixtralSizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    return MIXTRAL_CONFIG.write(sizes, max_position_embeddings=context)
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=MIXTRAL_CONFIG.architecture,
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_mixtral_config,
+    from_config=MIXTRAL_CONFIG.read,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": MixtralSizes(256, 4, 8, 4, 384, vocab_size=2048),
+    # https://arxiv.org/abs/2401.04088, table 1; 8x22B as in
+    # https://huggingface.co/mistralai/Mixtral-8x22B-v0.1/blob/main/config.json
+    "8x7B": MixtralSizes(4096, 32, 32, 8, 14_336),
+    "8x22B": MixtralSizes(6144, 56, 48, 8, 16_384),
+}
+
+# The dense feed-forward layer of Llama is not there, and experts are sharded by their own rules.
+EXPERT_TP_PLAN = {name: role for name, role in TP_PLAN.items() if ".feed_forward" not in name}
+EXPERT_INIT_ROLES = {"*.w2*": "residual", **INIT_ROLES}
+
+
+def expert_facts(sizes) -> Experts:
+    """The experts of a family with experts in every block."""
+    return Experts(sizes.n_experts, sizes.n_active_experts, sizes.expert_hidden_dim)
+
+
+def hugging_face_balancing(router_aux_loss_coef: float, sizes) -> LoadBalancing:
+    """The balancing that the coefficient in a published config.json stands for.
+
+    transformers' loss is one for all blocks, and its f_i sum to the number of active experts.
+    """
+    return LoadBalancing(router_aux_loss_coef * sizes.n_active_experts / sizes.n_layers)
+
+
+def check_mixtral_sizes(sizes: MixtralSizes) -> Iterator[ConfigError]:
+    """Reject heads that do not fit, and a router that would not be trained."""
+    yield from check_heads(sizes)
+    if sizes.n_active_experts == 1:
+        yield ConfigError(
+            "model.n_active_experts = 1: a Mixtral divides the weights of a token's experts by"
+            " their sum, so that of a single expert is always 1, and the router is not trained.",
+            fix='Use at least 2, or model.name = "qwen3_moe".',
+            keys=("model.n_active_experts",),
+        )
+
+
+MIXTRAL = ModelSpec(
+    name="mixtral",
+    flavors=FLAVORS,
+    build=Mixtral,
+    tp_plan=EXPERT_TP_PLAN,
+    init_roles=EXPERT_INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape("mixtral", sizes, experts=expert_facts(sizes)),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_mixtral_sizes,
+    head_projections=["layers.*.attention.w[qkv]"],
+    experts=lambda sizes: sizes.experts,
+    load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),
+)

@@ -1,1 +1,0 @@
-"""The Mixtral family: Mistral's blocks with a mixture of experts."""

@@ -1,0 +1,164 @@
+"""OLMo 2 (https://arxiv.org/abs/2501.00656, section 3.1): norms behind attention and feed-forward,
+and norms of the queries and of the keys of all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.llama import DERIVED, ROLES, Attention, FeedForward
+from titanlite.models.llama import TP_PLAN as LLAMA_PLAN
+from titanlite.models.qwen3 import NAMES as QWEN3_NAMES
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+
+@dataclass(frozen=True)
+class Olmo2Sizes:
+    """The sizes of one OLMo 2 model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 100_352
+    norm_eps: float = 1e-6
+    rope_theta: float = 500_000.0
+    tied_embeddings: bool = False
+
+    rope_scaling = None
+    qk_norm = True
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.dim // self.n_heads
+
+
+class Olmo2Attention(Attention):
+    """Llama's attention with one norm of all queries, and one of all keys."""
+
+    def __init__(self, sizes: Olmo2Sizes):
+        super().__init__(sizes)
+        self.q_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.k_norm = nn.RMSNorm(sizes.n_kv_heads * self.head_width, eps=sizes.norm_eps)
+
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        heads = (-1, self.head_width)
+        q = self.q_norm(self.wq(x)).unflatten(-1, heads)
+        return q, self.k_norm(self.wk(x)).unflatten(-1, heads)
+
+
+class Olmo2Block(nn.Module):
+    """Attention and feed-forward; what each adds to the residual stream is normalized."""
+
+    def __init__(self, sizes: Olmo2Sizes):
+        super().__init__()
+        self.attention = Olmo2Attention(sizes)
+        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes)
+        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, rope, documents, cache))
+        return x + self.ffn_norm(self.feed_forward(x))
+
+
+class Olmo2(RotaryDecoder):
+    """The transformer of OLMo 2."""
+
+    def __init__(self, sizes: Olmo2Sizes):
+        super().__init__(sizes, lambda index: Olmo2Block(sizes))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NAMES = {
+    **QWEN3_NAMES,
+    "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
+}
+OLMO2_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "head_dim"}
+
+OLMO2_CONFIG = ConfigFormat(
+    family="olmo2",
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    sizes=Olmo2Sizes,
+    keys=OLMO2_KEYS,
+    fixed={**SAME_AS_LLAMA, "sliding_window": None, "head_dim": None, "clip_qkv": None},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+)
+
+
+def write_olmo2_config(sizes: Olmo2Sizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    return OLMO2_CONFIG.write(sizes, max_position_embeddings=context)
+
+
+def read_olmo2_config(config: Mapping[str, Any]) -> Olmo2Sizes:
+    """The sizes in a config.json; raises CheckpointError."""
+    stated = {key: value for key, value in config.items() if value is not None}
+    return OLMO2_CONFIG.read({"num_key_value_heads": config.get("num_attention_heads"), **stated})
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=OLMO2_CONFIG.architecture,
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_olmo2_config,
+    from_config=read_olmo2_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": Olmo2Sizes(256, 4, 8, 4, 768, vocab_size=2048),
+    # config.json of https://huggingface.co/allenai/OLMo-2-0425-1B, OLMo-2-1124-7B, -13B and
+    # OLMo-2-0325-32B
+    "1B": Olmo2Sizes(2048, 16, 16, 16, 8192),
+    "7B": Olmo2Sizes(4096, 32, 32, 32, 11_008),
+    "13B": Olmo2Sizes(5120, 40, 40, 40, 13_824),
+    "32B": Olmo2Sizes(5120, 64, 40, 8, 27_648),
+}
+
+TP_PLAN = {
+    **LLAMA_PLAN,
+    "layers.*.attention.q_norm": "projection",
+    "layers.*.attention.k_norm": "projection",
+}
+
+OLMO2 = ModelSpec(
+    name="olmo2",
+    flavors=FLAVORS,
+    build=Olmo2,
+    tp_plan=TP_PLAN,
+    init_roles={"*norm.weight": "ones", "*": "normal"},  # arXiv 2501.00656, section 3.2
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape("olmo2", sizes, qk_norm="projections"),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_heads,
+    head_projections=["layers.*.attention.w[qkv]"],
+)

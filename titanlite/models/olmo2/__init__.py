@@ -1,1 +1,0 @@
-"""The OLMo 2 family: the module, its spec and its Hugging Face mapping."""

@@ -1,0 +1,124 @@
+"""Qwen3's dense models (https://arxiv.org/abs/2505.09388): Llama's blocks with a norm on each
+query and key head, and heads whose width does not follow from the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, TransformerBlock
+from titanlite.models.llama import NAMES as LLAMA_NAMES
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+
+@dataclass(frozen=True)
+class Qwen3Sizes:
+    """The sizes of one Qwen3 model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 151_936
+    head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    tied_embeddings: bool = False
+
+    rope_scaling = None
+    qk_norm = True
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim
+
+
+class Qwen3(RotaryDecoder):
+    """The transformer of Qwen3."""
+
+    def __init__(self, sizes: Qwen3Sizes):
+        super().__init__(sizes, lambda index: TransformerBlock(sizes))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NORM_NAMES = {
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+}
+NAMES = {**LLAMA_NAMES, **NORM_NAMES}
+
+QWEN3_CONFIG = ConfigFormat(
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    sizes=Qwen3Sizes,
+    keys=HEAD_KEYS,
+    fixed={**SAME_AS_LLAMA, "use_sliding_window": False},
+    defaults={
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+)
+
+
+def write_qwen3_config(sizes: Qwen3Sizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    return QWEN3_CONFIG.write(sizes, max_position_embeddings=context)
+
+
+def read_qwen3_config(config: Mapping[str, Any]) -> Qwen3Sizes:
+    """The sizes in a config.json; raises CheckpointError."""
+    return QWEN3_CONFIG.read(config)
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=QWEN3_CONFIG.architecture,
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_qwen3_config,
+    from_config=read_qwen3_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": Qwen3Sizes(256, 8, 16, 8, 3072, vocab_size=2048, tied_embeddings=True),
+    # https://arxiv.org/abs/2505.09388, table 1; widths from the models' config.json, such as
+    # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
+    "0.6B": Qwen3Sizes(1024, 28, 16, 8, 3072, tied_embeddings=True),
+    "1.7B": Qwen3Sizes(2048, 28, 16, 8, 6144, tied_embeddings=True),
+    "4B": Qwen3Sizes(2560, 36, 32, 8, 9728, tied_embeddings=True),
+    "8B": Qwen3Sizes(4096, 36, 32, 8, 12_288),
+    "14B": Qwen3Sizes(5120, 40, 40, 8, 17_408),
+    "32B": Qwen3Sizes(5120, 64, 64, 8, 25_600),
+}
+
+QWEN3 = ModelSpec(
+    name="qwen3",
+    flavors=FLAVORS,
+    flavor_hints=dict.fromkeys(  # torchtitan has them in one family
+        ("debugmodel_moe", "30B-A3B", "235B-A22B"),
+        'Set model.name = "qwen3_moe": this flavor has experts.',
+    ),
+    build=Qwen3,
+    tp_plan=TP_PLAN,
+    init_roles=INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape("qwen3", sizes, qk_norm=True),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_heads,
+    head_projections=["layers.*.attention.w[qkv]"],
+)

@@ -1,1 +1,0 @@
-"""The dense Qwen3 family: the module, its spec and its Hugging Face mapping."""

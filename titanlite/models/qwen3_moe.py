@@ -1,0 +1,165 @@
+"""Qwen3's models with experts (https://arxiv.org/abs/2505.09388): Mixtral's blocks with a norm on
+each query and key head, and many narrow experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.llama import DERIVED, ROLES
+from titanlite.models.mixtral import (
+    DENSE_KEYS,
+    DENSE_NAMES,
+    EXPERT_INIT_ROLES,
+    EXPERT_TP_PLAN,
+    ExpertBlock,
+    expert_facts,
+    hugging_face_balancing,
+)
+from titanlite.models.qwen3 import NORM_NAMES
+from titanlite.models.router import ExpertSizes
+from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+
+
+@dataclass(frozen=True)
+class Qwen3MoESizes:
+    """The sizes of one model; their meanings are those of the keys in `ModelConfig`."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    expert_hidden_dim: int
+    n_experts: int = 128
+    n_active_experts: int = 8
+    vocab_size: int = 151_936
+    head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    tied_embeddings: bool = False
+
+    rope_scaling = None
+    qk_norm = True
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of a feed-forward layer: of an expert."""
+        return self.expert_hidden_dim
+
+    @property
+    def experts(self) -> ExpertSizes:
+        return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
+
+
+class Qwen3MoE(RotaryDecoder):
+    """The transformer of Qwen3 30B-A3B and 235B-A22B."""
+
+    def __init__(self, sizes: Qwen3MoESizes):
+        super().__init__(sizes, lambda index: ExpertBlock(sizes))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NAMES = {
+    **DENSE_NAMES,
+    **NORM_NAMES,
+    "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
+    "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
+    "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
+}
+
+QWEN3_MOE_CONFIG = ConfigFormat(
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    sizes=Qwen3MoESizes,
+    keys={
+        **DENSE_KEYS,
+        "expert_hidden_dim": "moe_intermediate_size",
+        "n_experts": "num_experts",
+        "n_active_experts": "num_experts_per_tok",
+    },
+    fixed={
+        **SAME_AS_LLAMA,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+)
+
+
+def write_qwen3_moe_config(sizes: Qwen3MoESizes, context: int) -> dict[str, Any]:
+    """config.json; `context`: tokens per training sequence."""
+    dense_width = sizes.n_active_experts * sizes.expert_hidden_dim  # of no block; HF requires it
+    return QWEN3_MOE_CONFIG.for_experts(sizes.n_active_experts).write(
+        sizes, max_position_embeddings=context, intermediate_size=dense_width
+    )
+
+
+def read_qwen3_moe_config(config: Mapping[str, Any]) -> Qwen3MoESizes:
+    """The sizes in a config.json; raises CheckpointError."""
+    if "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
+    return QWEN3_MOE_CONFIG.for_experts(config.get("num_experts_per_tok")).read(config)
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    architecture=QWEN3_MOE_CONFIG.architecture,
+    names=NAMES,
+    derived=DERIVED,
+    to_config=write_qwen3_moe_config,
+    from_config=read_qwen3_moe_config,
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": Qwen3MoESizes(
+        256, 4, 8, 4, 192, n_experts=16, n_active_experts=4, vocab_size=2048, head_dim=64
+    ),
+    # that of torchtitan v0.2.2, which has it under the name qwen3
+    "debugmodel_moe": Qwen3MoESizes(256, 8, 16, 8, 768, n_experts=64, vocab_size=2048),
+    # https://arxiv.org/abs/2505.09388, table 2; widths from the models' config.json, such as
+    # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "30B-A3B": Qwen3MoESizes(2048, 48, 32, 4, 768),
+    "235B-A22B": Qwen3MoESizes(4096, 94, 64, 4, 1536),
+}
+
+QWEN3_MOE = ModelSpec(
+    name="qwen3_moe",
+    flavors=FLAVORS,
+    build=Qwen3MoE,
+    tp_plan=EXPERT_TP_PLAN,
+    init_roles=EXPERT_INIT_ROLES,
+    parameter_roles=ROLES,
+    blocks_path="layers",
+    attention_pattern="layers.*.attention.attend",
+    output_path="output",
+    shape=lambda sizes: decoder_shape(
+        "qwen3_moe", sizes, qk_norm=True, experts=expert_facts(sizes)
+    ),
+    tied_parameters=tied_output,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_heads,
+    head_projections=["layers.*.attention.w[qkv]"],
+    experts=lambda sizes: sizes.experts,
+    load_balancing=lambda sizes: hugging_face_balancing(0.001, sizes),
+)

@@ -1,1 +1,0 @@
-"""The Qwen3 family with a mixture of experts."""
