@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.models import ModelShape
 from titanlite_planner.accuracy.published_rows import published_models
 from titanlite_planner.accuracy.row_errors import error_table, model_flops, summarise_errors
 from titanlite_planner.accuracy.rows import Prediction, predict_rows, read_rows
 from titanlite_planner.hardware import find_cluster
+from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.plan.cost import estimate_cost
 from titanlite_planner.time.step import estimate_step
 from titanlite_planner.workload import Layout, Numerics, Overlap, Workload

@@ -10,6 +10,7 @@ from torch import nn
 
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts, optimizer_state_bytes
+from titanlite_planner.model_shape import shape_of
 from titanlite_planner.workload import (
     Layout,
     MatmulPrecision,
@@ -27,7 +28,7 @@ def workload_of(job: Job) -> Workload:
     config = job.config
     return Workload(
         model=dataclasses.replace(
-            job.spec.shape(job.sizes), name=f"{job.spec.name}/{config.model.flavor}"
+            shape_of(job.spec, job.sizes), name=f"{job.spec.name}/{config.model.flavor}"
         ),
         layout=_layout_of(job),
         seq_len=config.training.seq_len,
@@ -107,7 +108,7 @@ def first_blocks(job: Job) -> nn.Module:
 
     All later blocks are like the last of these.
     """
-    experts = job.spec.shape(job.sizes).experts
+    experts = shape_of(job.spec, job.sizes).experts
     blocks = min(job.sizes.n_layers, 1 + (experts.dense_layers if experts else 0))
     with torch.device("meta"):
         return job.spec.build(dataclasses.replace(job.sizes, n_layers=blocks))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titanlite.models import ModelShape
 from titanlite.parallelize.schedule import PipelineAction
+from titanlite_planner.model_shape import ModelShape
 
 Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
 # "selective": every k-th block; "per_operation": all operations but attention and every second

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
 from titanlite.models.llama import TransformerBlock
-from titanlite.models.shape import Experts, ModelShape
 from titanlite.models.spec import ModelSpec
 
 EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24)
@@ -41,19 +40,11 @@ class MoELlama(Llama):
             self.layers[str(number)] = ExpertBlock(sizes)
 
 
-def shape_of(sizes: MoESizes) -> ModelShape:
-    """What the model consists of."""
-    experts = sizes.experts
-    numbers = (experts.count, experts.active, experts.hidden_dim, experts.shared_dim)
-    return replace(LLAMA3.shape(sizes), experts=Experts(*numbers, dense_layers=1))
-
-
 MOE_FAMILY: ModelSpec[MoESizes] = replace(
     LLAMA3,
     name="moe",
     flavors={"mini": MoESizes(32, 3, 4, 2, 88, 509, rope_theta=1e4)},
     build=MoELlama,
-    shape=shape_of,
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
     experts=lambda sizes: sizes.experts,
 )

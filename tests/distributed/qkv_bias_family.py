@@ -31,7 +31,6 @@ QKV_BIAS_FAMILY: ModelSpec[QkvBiasSizes] = replace(
     name="qkv_bias",
     flavors={"mini": QkvBiasSizes(32, 2, 4, 2, 88, 509, rope_theta=1e4)},
     build=QkvBiasLlama,
-    shape=lambda sizes: replace(LLAMA3.shape(sizes), biases="qkv"),
     # random biases: those of zeros would hide a bias that a layout shards wrongly
     init_roles={"*.w[qkv].bias": "normal", **LLAMA3.init_roles},
     parameter_roles={"*.wq.bias": "query_bias", "*.bias": "gain", **LLAMA3.parameter_roles},

@@ -69,7 +69,7 @@ def test_every_file_on_a_page_exists(page):
     text = page.read_text("utf-8")
     new = {block.file for block in code_blocks(page)}
     for path in re.findall(r"`([\w./-]+\.(?:py|sh))`", prose(page)):
-        packages = (ROOT / "titanlite", *ROOT.glob("extras/*"), ROOT / "titanlite/models/llama3")
+        packages = (ROOT / "titanlite", *ROOT.glob("extras/*"))
         places = (ROOT, *packages, ROOT / "extras", ROOT / "scripts")
         known = any((place / path).exists() for place in places) or "/" not in path
         assert known or path in new or f"titanlite/{path}" in new, f"{path}: no such file"

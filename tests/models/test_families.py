@@ -46,7 +46,6 @@ TINY = replace(
     flavors={"mini": TinySizes(32, 2, 4, 2, 48, 61)},
     build=lambda sizes: Llama(sizes.as_llama()),
     check_sizes=check_tiny_sizes,
-    shape=lambda sizes: LLAMA3.shape(sizes.as_llama()),
     tied_parameters=lambda sizes: [],
 )
 

@@ -13,9 +13,9 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import index_documents
 from titanlite.kernels.flash import window_mask
 from titanlite.models import FAMILIES
-from titanlite.models.counts import count_active_parameters
 from titanlite.parallelize.weight_init import init_weights
 from titanlite_planner.memory.model_parts import parts_of_shape
+from titanlite_planner.model_shape import count_active_parameters, shape_of
 
 PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or in its paper
     # https://huggingface.co/Qwen/Qwen3-0.6B and so on: rounded as there
@@ -63,7 +63,7 @@ def test_count_parameters_matches_the_module_and_the_published_sizes(name):
 )
 def test_active_parameters_are_the_published_ones(name, flavor, billions):
     family = FAMILIES[name]
-    active = count_active_parameters(family.shape(family.flavors[flavor])) / 1e9
+    active = count_active_parameters(shape_of(family, family.flavors[flavor])) / 1e9
     assert active == pytest.approx(billions, rel=0.02)
 
 
@@ -127,7 +127,7 @@ def test_a_window_hides_what_is_further_away(window, documents):
 @pytest.mark.parametrize("family", [*FAMILIES.values(), QKV_BIAS_FAMILY], ids=lambda f: f.name)
 def test_the_planner_knows_every_parameter(family):
     for flavor, sizes in family.flavors.items():
-        shape = family.shape(sizes)
+        shape = shape_of(family, sizes)
         parts = parts_of_shape(shape)
         with_experts = sum(shape.has_experts(block) for block in range(shape.n_layers))
         dense = shape.n_layers - with_experts

@@ -27,6 +27,7 @@ from titanlite.models.router import check_expert_sizes, stable_top_k
 from titanlite.optim import OptimizerConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.muon import Muon
+from titanlite_planner.model_shape import shape_of
 
 SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16, shared_gate=True)
 GROUPED = ExpertSizes(
@@ -335,4 +336,4 @@ def test_a_model_of_dense_layers_only_has_no_experts():
     sizes = family.flavors["tiny"]
     assert family.experts(sizes) is not None
     dense = replace(sizes, n_dense_layers=sizes.n_layers)
-    assert family.experts(dense) is None and family.shape(dense).experts is None
+    assert family.experts(dense) is None and shape_of(family, dense).experts is None

@@ -16,7 +16,6 @@ from titanlite.models.olmo2 import OLMO2
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
-from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
     HuggingFaceMapping,
     ModelConfig,
@@ -41,17 +40,14 @@ __all__ = [
     "FAMILIES",
     "LLAMA3",
     "ExpertSizes",
-    "Experts",
     "GroupedExperts",
     "HuggingFaceMapping",
-    "LatentAttention",
     "Llama",
     "Llama3Sizes",
     "LoadBalancing",
     "LossConfig",
     "MixtureOfExperts",
     "ModelConfig",
-    "ModelShape",
     "ModelSizes",
     "ModelSpec",
     "OutputLayer",

@@ -1,126 +1,69 @@
-"""Parameters and FLOPs of a model, counted from its shape."""
+"""Parameters and FLOPs of a model, counted from its modules on the meta device."""
 
 from __future__ import annotations
 
-from titanlite.models.shape import ModelShape
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite.kernels.attention import CausalAttention
+from titanlite.models.moe import MixtureOfExperts
 
 
-def attention_weights(shape: ModelShape) -> int:
-    """Matmul weights of a block's attention."""
-    queries = shape.n_heads * shape.head_dim
-    out = shape.n_heads * shape.value_dim * shape.dim
-    if (latent := shape.latent) is None:
-        return shape.dim * (queries + 2 * shape.n_kv_heads * shape.head_dim) + out
-    rank = latent.query_rank
-    to_queries = (shape.dim + queries) * rank if rank else shape.dim * queries
-    to_latent = shape.dim * (latent.key_value_rank + latent.rotary_dim)
-    unrotated = shape.head_dim - latent.rotary_dim
-    to_heads = latent.key_value_rank * shape.n_heads * (unrotated + latent.value_dim)
-    return to_queries + to_latent + to_heads + out
+class BlockCounts(NamedTuple):
+    """What one block computes for a token."""
+
+    weights: int  # matmul weights that a token is multiplied with
+    window: int  # tokens that it attends to, itself included; 0: all up to itself
 
 
-def feed_forward_weights(shape: ModelShape, hidden_dim: int) -> int:
-    """Matmul weights of a feed-forward layer, or of an expert."""
-    return (3 if shape.gated else 2) * shape.dim * hidden_dim
+class ModelCounts(NamedTuple):
+    """What a model consists of."""
+
+    parameters: int  # tied embeddings count once
+    blocks: tuple[BlockCounts, ...]
+    has_positions: bool  # a learned position embedding
 
 
-def block_matmul_weights(shape: ModelShape, block: int, active_only: bool = False) -> int:
-    """Matmul weights of one block; `active_only`: only those that a token is multiplied with."""
-    weights = attention_weights(shape)
-    if not shape.has_experts(block):
-        return weights + feed_forward_weights(shape, shape.hidden_dim)
-    experts = shape.experts
-    assert experts is not None
-    count = experts.active if active_only else experts.count
-    width = count * experts.hidden_dim + experts.shared_hidden_dim
-    router = shape.dim * experts.count
-    return weights + router + feed_forward_weights(shape, width)
-
-
-def _block_vectors(shape: ModelShape, block: int) -> int:
-    """Elements of a block's norms and biases."""
-    norms = shape.norms_per_block * shape.dim * (2 if shape.biases is True else 1)
-    queries, keys = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    if shape.qk_norm == "projections":
-        norms += queries + keys
-    elif shape.qk_norm:
-        norms += 2 * shape.head_dim
-    if shape.latent:
-        norms += shape.latent.query_rank + shape.latent.key_value_rank
-    if shape.biases:
-        norms += queries + 2 * keys
-    if shape.biases is not True:
-        return norms
-    feed_forward = shape.hidden_dim * (2 if shape.gated else 1)
-    return norms + shape.dim + feed_forward + shape.dim
-
-
-def count_block_parameters(shape: ModelShape, block: int) -> int:
-    """Parameters of block number `block`."""
-    return block_matmul_weights(shape, block) + _block_vectors(shape, block)
-
-
-def count_blocks(shape: ModelShape) -> int:
-    """Parameters of all blocks; in constant time, as a file may describe any number of them."""
-    dense = min(shape.experts.dense_layers, shape.n_layers) if shape.experts else shape.n_layers
-    with_experts = shape.n_layers - dense
-    total = dense * count_block_parameters(shape, 0) if dense else 0
-    return total + (with_experts * count_block_parameters(shape, dense) if with_experts else 0)
-
-
-def count_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
-    rows = (1 if shape.tied_embeddings else 2) * shape.vocab_size + shape.positions
-    norm = 2 if shape.biases is True else 1
-    return count_blocks(shape) + (rows + norm) * shape.dim
-
-
-def count_active_parameters(shape: ModelShape) -> int:
-    """Parameters that one token uses: all but those of experts that it is not routed to."""
-    blocks = range(shape.n_layers)
-    idle = sum(
-        block_matmul_weights(shape, block) - block_matmul_weights(shape, block, active_only=True)
-        for block in blocks
+@lru_cache(maxsize=64)
+def count_model(build: Callable[[Any], nn.Module], sizes: Any, blocks_path: str) -> ModelCounts:
+    """Count the modules that `build` makes of `sizes`."""
+    with torch.device("meta"):
+        model = build(sizes)
+    return ModelCounts(
+        sum(parameter.numel() for parameter in model.parameters()),
+        tuple(_count_block(block) for block in model.get_submodule(blocks_path).children()),
+        getattr(model, "pos_embeddings", None) is not None,
     )
-    return count_parameters(shape) - idle
 
 
-def _attended(shape: ModelShape, block: int, seq_len: int, full: bool) -> float:
-    """Mean number of tokens that a token attends to; `full`: as if also to later ones."""
-    window = min(shape.window_of(block) or seq_len, seq_len)
-    return window if full else window * (1 - window / (2 * seq_len)) if seq_len else 0.0
+def _count_block(block: nn.Module) -> BlockCounts:
+    weights = window = 0
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+        elif isinstance(module, MixtureOfExperts):  # besides its linear layers
+            numel = sum(parameter.numel() for parameter in module.experts.parameters())
+            weights += numel * module.sizes.active // module.sizes.count
+        elif isinstance(module, CausalAttention):
+            window = module.window
+    return BlockCounts(weights, window)
 
 
-def block_flops(shape: ModelShape, block: int, seq_len: int, full_attention: bool = False) -> float:
+def flops_of_block(block: BlockCounts, sizes: Any, seq_len: int, full_attention: bool) -> float:
     """Forward and backward FLOPs per token of one block: 6 per matmul weight, plus attention.
 
     Attention costs 6 H (K + V) T counted in full, where K and V are the features of a head's key
     and value: 12 H K T where they are equal (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
-    Counted causally, it is half of that.
+    Counted causally, it is half of that. `full_attention`: as if a token also attended to later
+    ones.
     """
-    features = shape.n_heads * (shape.head_dim + shape.value_dim)
-    attention = 6 * features * _attended(shape, block, seq_len, full_attention)
-    return 6 * block_matmul_weights(shape, block, active_only=True) + attention
-
-
-def flops_per_token(shape: ModelShape, seq_len: int, full_attention: bool = False) -> float:
-    """Forward and backward FLOPs per token of the model."""
-    blocks = (block_flops(shape, b, seq_len, full_attention) for b in range(shape.n_layers))
-    return sum(blocks) + 6 * shape.vocab_size * shape.dim
-
-
-def module_flops(shape: ModelShape, seq_len: int, blocks_path: str = "layers") -> dict[str, float]:
-    """Forward and backward FLOPs per token of each module, in execution order.
-
-    Modules without matmuls count their element-wise operations: an embedding copies a row and adds
-    its gradient; the loss, which is part of the output layer, takes about ten per logit.
-    """
-    blocks = {
-        f"{blocks_path}.{block}": block_flops(shape, block, seq_len)
-        for block in range(shape.n_layers)
-    }
-    embeddings = {"tok_embeddings": 2.0 * shape.dim}
-    if shape.positions:
-        embeddings["pos_embeddings"] = 2.0 * shape.dim
-    output = shape.vocab_size * (6 * shape.dim + 10)
-    return {**embeddings, **blocks, "norm": 10.0 * shape.dim, "output": output}
+    key_dim = sizes.head_width
+    features = sizes.n_heads * (key_dim + getattr(sizes, "v_head_dim", key_dim))
+    attended: float = min(block.window or seq_len, seq_len)
+    if not full_attention:
+        attended = attended * (1 - attended / (2 * seq_len)) if seq_len else 0.0
+    return 6 * block.weights + 6 * features * attended

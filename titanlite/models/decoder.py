@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from titanlite.kernels.documents import DocumentIndex, IndexDocuments
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, rope_cos_sin
-from titanlite.models.shape import ModelShape
 from titanlite.models.spec import ModelSizes
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
@@ -116,22 +115,6 @@ class RotaryDecoder(Decoder):
 
     def rope(self, positions: Tensor) -> Rope:
         return rope_cos_sin(positions, *self.rotary)
-
-
-def decoder_shape(name: str, sizes: DecoderSizes, **facts: Any) -> ModelShape:
-    """What a `Decoder` consists of; `facts` are further fields of ModelShape."""
-    return ModelShape(
-        name=name,
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        head_dim=sizes.head_width,
-        hidden_dim=sizes.hidden_dim,
-        vocab_size=sizes.vocab_size,
-        tied_embeddings=sizes.tied_embeddings,
-        **facts,
-    )
 
 
 def tied_output(sizes: DecoderSizes) -> list[tuple[str, str]]:

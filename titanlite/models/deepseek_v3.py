@@ -17,12 +17,11 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, decoder_shape
+from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama import TransformerBlock
 from titanlite.models.mixtral import ExpertBlock
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 
 # Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
@@ -399,27 +398,6 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
         )
 
 
-def shape(sizes: DeepSeekV3Sizes) -> ModelShape:
-    """What the module consists of."""
-    experts = Experts(
-        count=sizes.n_experts,
-        active=sizes.n_active_experts,
-        hidden_dim=sizes.expert_hidden_dim,
-        shared_hidden_dim=sizes.experts.shared_dim,
-        dense_layers=sizes.n_dense_layers,
-    )
-    latent = LatentAttention(
-        query_rank=sizes.q_lora_rank,
-        key_value_rank=sizes.kv_lora_rank,
-        rotary_dim=sizes.qk_rope_head_dim,
-        value_dim=sizes.v_head_dim,
-    )
-    has_experts = sizes.n_dense_layers < sizes.n_layers
-    return decoder_shape(
-        "deepseek_v3", sizes, experts=experts if has_experts else None, latent=latent
-    )
-
-
 DEEPSEEK_V3 = ModelSpec(
     name="deepseek_v3",
     flavors=FLAVORS,
@@ -428,10 +406,6 @@ DEEPSEEK_V3 = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=shape,
     tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,

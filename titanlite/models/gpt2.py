@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.config_json import ConfigFormat
-from titanlite.models.decoder import Decoder, decoder_shape, tied_output
+from titanlite.models.decoder import Decoder, tied_output
 from titanlite.models.embedding import PositionEmbedding
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec, StoredPart
 
@@ -267,12 +267,6 @@ GPT2_FAMILY = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape(
-        "gpt2", sizes, gated=False, biases=True, positions=sizes.positions
-    ),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_gpt2_sizes,

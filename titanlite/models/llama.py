@@ -18,7 +18,6 @@ from titanlite.models.decoder import (
     RotaryDecoder,
     RotarySizes,
     check_heads,
-    decoder_shape,
     tied_output,
 )
 from titanlite.models.rope import Llama3Scaling, apply_rope
@@ -275,10 +274,6 @@ LLAMA3 = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape("llama3", sizes, qk_norm=sizes.qk_norm),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,
@@ -298,5 +293,4 @@ LLAMA2 = replace(
     LLAMA3,
     name="llama2",
     flavors=LLAMA2_FLAVORS,
-    shape=lambda sizes: decoder_shape("llama2", sizes, qk_norm=sizes.qk_norm),
 )

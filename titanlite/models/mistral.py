@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.errors import CheckpointError
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape
+from titanlite.models.decoder import RotaryDecoder, check_heads
 from titanlite.models.llama import (
     DERIVED,
     INIT_ROLES,
@@ -129,10 +129,6 @@ MISTRAL = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape("mistral", sizes, window=sizes.window),
     tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,

@@ -12,12 +12,11 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, Attention, LlamaBlockSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.shape import Experts
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 
 
@@ -159,11 +158,6 @@ EXPERT_TP_PLAN = {name: role for name, role in TP_PLAN.items() if ".feed_forward
 EXPERT_INIT_ROLES = {"*.w2*": "residual", **INIT_ROLES}
 
 
-def expert_facts(sizes) -> Experts:
-    """The experts of a family with experts in every block."""
-    return Experts(sizes.n_experts, sizes.n_active_experts, sizes.expert_hidden_dim)
-
-
 def hugging_face_balancing(router_aux_loss_coef: float, sizes) -> LoadBalancing:
     """The balancing that the coefficient in a published config.json stands for.
 
@@ -191,10 +185,6 @@ MIXTRAL = ModelSpec(
     tp_plan=EXPERT_TP_PLAN,
     init_roles=EXPERT_INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape("mixtral", sizes, experts=expert_facts(sizes)),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_mixtral_sizes,

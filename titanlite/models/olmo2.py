@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, ROLES, Attention, FeedForward
 from titanlite.models.llama import TP_PLAN as LLAMA_PLAN
 from titanlite.models.qwen3 import NAMES as QWEN3_NAMES
@@ -153,10 +153,6 @@ OLMO2 = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},  # arXiv 2501.00656, section 3.2
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape("olmo2", sizes, qk_norm="projections"),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,

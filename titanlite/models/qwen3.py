@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
@@ -113,10 +113,6 @@ QWEN3 = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape("qwen3", sizes, qk_norm=True),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads, decoder_shape, tied_output
+from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, ROLES
 from titanlite.models.mixtral import (
     DENSE_KEYS,
@@ -16,7 +16,6 @@ from titanlite.models.mixtral import (
     EXPERT_INIT_ROLES,
     EXPERT_TP_PLAN,
     ExpertBlock,
-    expert_facts,
     hugging_face_balancing,
 )
 from titanlite.models.qwen3 import NORM_NAMES
@@ -150,12 +149,6 @@ QWEN3_MOE = ModelSpec(
     tp_plan=EXPERT_TP_PLAN,
     init_roles=EXPERT_INIT_ROLES,
     parameter_roles=ROLES,
-    blocks_path="layers",
-    attention_pattern="layers.*.attention.attend",
-    output_path="output",
-    shape=lambda sizes: decoder_shape(
-        "qwen3_moe", sizes, qk_norm=True, experts=expert_facts(sizes)
-    ),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
-from titanlite.models import counts
+from titanlite.models.counts import ModelCounts, flops_of_block, count_model
 from titanlite.models.router import (
     NO_BALANCING,
     ExpertSizes,
     LoadBalancing,
     check_expert_sizes,
 )
-from titanlite.models.shape import ModelShape
 from titanlite.settings import NotNegative, OneOf, Positive, Range, Supported, format_value
 
 
@@ -238,16 +237,14 @@ class ModelSpec(Generic[SizesT]):
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
     parameter_roles: Mapping[str, str]
     # parameter name pattern -> one of PARAMETER_ROLES; the first match applies
-    blocks_path: str  # the nn.ModuleDict of transformer blocks, keyed by index
-    attention_pattern: str  # name pattern of the CausalAttention modules
-    output_path: str  # the OutputLayer
-    shape: Callable[[SizesT], ModelShape]
-    # what the module consists of; parameters, FLOPs, memory and time are counted from it
     tied_parameters: Callable[[SizesT], list[tuple[str, str]]]
     # pairs of parameter names; the first is the same parameter as the second
     hugging_face: HuggingFaceMapping[SizesT]
     check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
     # reject sizes that do not fit together; those of experts are checked for every family
+    blocks_path: str = "layers"  # the nn.ModuleDict of transformer blocks, keyed by index
+    attention_pattern: str = "layers.*.attention.attend"  # of the names of CausalAttention modules
+    output_path: str = "output"  # the OutputLayer
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
@@ -265,17 +262,34 @@ class ModelSpec(Generic[SizesT]):
         if (experts := self.experts(sizes)) is not None:
             yield from check_expert_sizes(experts)
 
+    def counts(self, sizes: SizesT) -> ModelCounts:
+        """What the module consists of."""
+        return count_model(self.build, sizes, self.blocks_path)
+
     def count_parameters(self, sizes: SizesT) -> int:
         """Parameters of the whole model; tied embeddings count once."""
-        return counts.count_parameters(self.shape(sizes))
+        return self.counts(sizes).parameters
 
     def flops_per_token(self, sizes: SizesT, seq_len: int, full_attention: bool = False) -> float:
-        """Forward and backward FLOPs per token of the model."""
-        return counts.flops_per_token(self.shape(sizes), seq_len, full_attention)
+        """Forward and backward FLOPs per token of the model, see `flops_of_block`."""
+        blocks = self.counts(sizes).blocks
+        total = sum(flops_of_block(block, sizes, seq_len, full_attention) for block in blocks)
+        return total + 6 * sizes.vocab_size * sizes.dim
 
     def module_flops(self, sizes: SizesT, seq_len: int) -> dict[str, float]:
-        """Forward and backward FLOPs per token of each module, in execution order."""
-        return counts.module_flops(self.shape(sizes), seq_len, self.blocks_path)
+        """Forward and backward FLOPs per token of each module, in execution order.
+
+        Modules without matmuls count their element-wise operations: an embedding copies a row and
+        adds its gradient; the loss, which is part of the output layer, takes about ten per logit.
+        """
+        counts = self.counts(sizes)
+        costs = {"tok_embeddings": 2.0 * sizes.dim}
+        if counts.has_positions:
+            costs["pos_embeddings"] = 2.0 * sizes.dim
+        for index, block in enumerate(counts.blocks):
+            costs[f"{self.blocks_path}.{index}"] = flops_of_block(block, sizes, seq_len, False)
+        output = sizes.vocab_size * (6 * sizes.dim + 10)
+        return {**costs, "norm": 10.0 * sizes.dim, self.output_path: output}
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
         """The flavor's sizes with the overrides of a [model] section.

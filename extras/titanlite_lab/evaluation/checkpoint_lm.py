@@ -161,7 +161,7 @@ def _score_labels(log_probabilities: Tensor, labels: Tensor) -> tuple[float, boo
 def context_length(saved: SavedModel) -> int:
     """Tokens of the context: learned positions, or tokens of a training sequence, or of the RoPE
     scaling if that is longer."""
-    if positions := saved.spec.shape(saved.sizes).positions:
+    if positions := getattr(saved.sizes, "positions", 0):
         return positions
     try:
         config = saved.spec.hugging_face.to_config(saved.sizes, saved.seq_len)

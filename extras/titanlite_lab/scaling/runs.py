@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from titanlite.errors import DataError
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
-from titanlite.models.counts import count_blocks
 from titanlite.models.spec import ModelConfig
 from titanlite.settings import raise_together
 from titanlite_lab.scaling.fit import LossPoints
@@ -21,12 +21,14 @@ _FINAL_PART = 0.1  # of a run, over which the training loss is averaged
 
 def count_parameters_by_kind(spec: ModelSpec[Any], sizes: ModelSizes) -> dict[str, int]:
     """Parameters of a model by each of PARAMETER_COUNTS."""
+    with torch.device("meta"):
+        model = spec.build(sizes)
     parameters = spec.count_parameters(sizes)
     embedding = 0 if spec.tied_parameters(sizes) else sizes.vocab_size * sizes.dim
     return {
         "all": parameters,
         "matmul": parameters - embedding,  # a tied embedding is the output layer too
-        "blocks": count_blocks(spec.shape(sizes)),
+        "blocks": sum(p.numel() for p in model.get_submodule(spec.blocks_path).parameters()),
     }
 
 

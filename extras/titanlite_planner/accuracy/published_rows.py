@@ -17,14 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 from titanlite.errors import UserError
 from titanlite.files import parse_toml
-from titanlite.models import Experts, LatentAttention, ModelShape
-from titanlite.models.counts import block_matmul_weights
 from titanlite_planner.accuracy.published_experts import (
     MissingFact,
     published_exchange,
     published_expert_tensor,
 )
 from titanlite_planner.hardware import Cluster, find_cluster
+from titanlite_planner.model_shape import Experts, LatentAttention, ModelShape, block_matmul_weights
 from titanlite_planner.workload import (
     ExpertExchange,
     Layout,

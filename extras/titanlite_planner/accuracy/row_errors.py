@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from titanlite.models.counts import flops_per_token
 from titanlite_planner.accuracy.rows import Prediction
+from titanlite_planner.model_shape import flops_per_token
 from titanlite_planner.workload import Workload
 
 REPEATABILITY = 0.03

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from titanlite.models import ModelShape
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
+from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.workload import Layout
 
 

@@ -9,7 +9,6 @@ import math
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.models import ModelShape
 from titanlite_planner.accuracy.calibrate import (
     MeasuredRun,
     calibrate,
@@ -17,6 +16,7 @@ from titanlite_planner.accuracy.calibrate import (
     read_measured_run,
 )
 from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.plan.cost import CostAssumptions, estimate_cost, failure_cost
 from titanlite_planner.time.efficiency import find_efficiency
 from titanlite_planner.time.step import StepTime, estimate_step

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from titanlite.models import ModelShape
+from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.time.block_case import BlockCase, Passes, Seconds
 from titanlite_planner.time.experts import expert_kernels, expert_passes
 from titanlite_planner.time.kernels import BACKWARD_ATTENTION, KERNEL_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanlite.models import ModelShape
+from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.time.collectives import CollectiveTimes
 from titanlite_planner.time.kernels import KernelTimes
 from titanlite_planner.workload import (

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from titanlite.models import ModelShape
-from titanlite.models.counts import block_matmul_weights, count_parameters, feed_forward_weights
 from titanlite_planner.hardware import Cluster
 from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.model_shape import (
+    ModelShape,
+    block_matmul_weights,
+    count_parameters,
+    feed_forward_weights,
+)
 from titanlite_planner.stages import stage_ranks
 from titanlite_planner.time.block import (
     BlockKind,
