@@ -2,7 +2,7 @@
 
 - docs/reference/configuration.md, from the schema of the configuration
 - docs/reference/recipe.md, from the schema of a recipe of a corpus
-- the line counts of packages in README.md
+- the line counts in README.md
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from titanlite.config_reference import reference_page
 from titanlite.job import JobConfig
@@ -20,7 +21,31 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
 RECIPE = ROOT / "docs" / "reference" / "recipe.md"
 README = ROOT / "README.md"
-PACKAGES = "<!-- packages -->"  # before and after the table of packages
+# each is before and after a part of the README
+WEIGHT, PATH, PACKAGES = "<!-- weight -->", "<!-- path -->", "<!-- packages -->"
+OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a URL or a GPU asks
+    *("guard", "meters", "generate.py", "models/mup.py", "optim/mup.py"),
+    *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
+    *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py"),
+    *("models/config_json.py", "models/load_balancing.py", "models/moe.py", "models/router.py"),
+    *("kernels/documents.py", "kernels/flash.py", "kernels/grouped.py"),
+    *("parallelize/context.py", "parallelize/context_attention.py"),
+    *("parallelize/context_tiles.py", "parallelize/kv_exchange.py", "parallelize/expert.py"),
+    *("parallelize/token_exchange.py", "parallelize/float8.py", "parallelize/pipeline.py"),
+    *("parallelize/pipeline_plan.py", "parallelize/schedule.py", "parallelize/tied.py"),
+    *("parallelize/stage_partition.py", "parallelize/activation_offload.py"),
+    *("optim/adafactor.py", "optim/elementwise.py", "optim/muon.py", "optim/soap.py"),
+    *("optim/owned_matrices.py", "optim/shards.py", "optim/in_backward.py"),
+    *("optim/adaptive_clip.py", "optim/loss_scale.py", "optim/fp32_vectors.py"),
+    *("data/bpe.py", "data/lanes.py", "data/packed.py", "data/parquet_text.py"),
+    *("data/remote_shards.py", "data/text.py", "data/text_files.py", "data/text_source.py"),
+    *("data/text_units.py", "data/tokenizer_definition.py", "data/tokenizer_json.py"),
+    *("data/token_bytes.py", "data/dump.py", "data/urls.py", "data/validation_set.py"),
+    *("checkpoint/convert.py", "checkpoint/huggingface.py", "checkpoint/huggingface_export.py"),
+    *("checkpoint/saved_model.py", "runtime/remote_lease.py"),
+    *("distributed/flight_recorder.py", "distributed/host_memory.py"),
+    *("metrics/profiler.py", "metrics/services.py", "training/validation.py"),
+]
 
 
 def main() -> None:
@@ -38,24 +63,45 @@ def main() -> None:
 
 
 def update_line_counts(root: Path, text: str) -> str:
-    """The README with new line counts, rounded to tens, in its table of packages."""
-    before, table, after = text.split(PACKAGES)
-    rows = [_update_row(root, row) for row in table.splitlines(keepends=True)]
-    return f"{before}{PACKAGES}{''.join(rows)}{PACKAGES}{after}"
+    """The README with new line counts: of the path, of the whole, and of each package."""
+    for marker, digits in ((PACKAGES, -1), (PATH, 0)):
+        before, table, after = text.split(marker)
+        rows = [_update_row(root, row, digits) for row in table.splitlines(keepends=True)]
+        text = f"{before}{marker}{''.join(rows)}{marker}{after}"
+    numbers = iter(f"{number:,}" for number in weigh(root, text))
+    before, sentence, after = text.split(WEIGHT)
+    sentence = re.sub(r"[0-9][0-9,]*", lambda _: next(numbers), sentence)
+    return f"{before}{WEIGHT}{sentence}{WEIGHT}{after}"
 
 
-def _update_row(root: Path, row: str) -> str:
-    path, cells = linked_path(row), row.rstrip("\n").split("|")
-    if path is None:
+class Weight(NamedTuple):
+    """Lines of Python of the trainer."""
+
+    path: int  # from a TOML to updated weights, as the README lists it
+    files: int  # of the path
+    base: int  # titanlite/ without OPTIONS
+    all: int  # titanlite/
+
+
+def weigh(root: Path, readme: str) -> Weight:
+    """Count the lines of the trainer."""
+    path = [root / link for row in readme.split(PATH)[1].splitlines() for link in links_in(row)]
+    whole = count_lines(root / "titanlite")
+    options = sum(count_lines(root / "titanlite" / option) for option in OPTIONS)
+    return Weight(sum(map(count_lines, path)), len(path), whole - options, whole)
+
+
+def _update_row(root: Path, row: str, digits: int) -> str:
+    cells = row.rstrip("\n").split("|")
+    if not (links := links_in(row)):
         return row
-    cells[-2] = f" {round(count_lines(root / path), -1):,} "
+    cells[-2] = f" {round(sum(count_lines(root / link) for link in links), digits):,} "
     return "|".join(cells) + "\n"
 
 
-def linked_path(row: str) -> str | None:
-    """The path that the first link of a table row leads to."""
-    link = re.search(r"\]\(([^)]+)\)", row)
-    return link[1] if link else None
+def links_in(row: str) -> list[str]:
+    """The paths that the links of a table row lead to."""
+    return re.findall(r"\]\(([^)]+)\)", row)
 
 
 def count_lines(path: Path) -> int:

@@ -85,7 +85,7 @@ class ModelShape:
 
 def shape_of(spec: ModelSpec[Any], sizes: ModelSizes) -> ModelShape:
     """The shape of a model of a family, read from its modules on the meta device."""
-    facts = _read_modules(spec.build, spec.blocks_path, spec.experts(sizes), sizes)
+    facts = _read_modules(spec.build, spec.blocks_path, spec.experts(sizes), sizes)  # type: ignore[arg-type]
     return replace(facts, name=spec.name, tied_embeddings=bool(spec.tied_parameters(sizes)))
 
 

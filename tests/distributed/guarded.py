@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.oracle import CPU, Layout, Recipe, start_run, tokens
-from titanlite.distributed.collectives import AsyncMax
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import AsyncMax, local_shard
 from titanlite.errors import UserError
-from titanlite.guard.config import GuardConfig
 from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
+from titanlite.guard.policy import GuardConfig
 from titanlite.optim import LossScale
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.training import periodic

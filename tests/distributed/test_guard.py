@@ -18,7 +18,7 @@ from tests.distributed.guarded import (
 from tests.distributed.oracle import Layout, Recipe
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_float8 import SIZES, TENSORWISE
-from titanlite.guard.config import GuardConfig
+from titanlite.guard.policy import GuardConfig
 
 HEALTHY = 17  # steps before the first fault: the window must have 16 values
 SKIP = GuardConfig(spike="skip", max_violations=2, max_hardware_faults=100)

@@ -33,7 +33,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import merge_bits
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.optim import (
     MatrixFacts,
     OptimizerConfig,

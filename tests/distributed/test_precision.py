@@ -27,7 +27,7 @@ from tests.distributed.oracle import (
     tokens,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
 from titanlite.training.step import StepSettings, take_step

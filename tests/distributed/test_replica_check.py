@@ -11,7 +11,7 @@ import torch
 from tests.distributed.oracle import ADAMW, Layout, Record, run_until, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import MOE, MOE_EXPERTS, MOE_SIZES
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.meters.replica_check import ROW, ROWS, ReplicaCheck, find_differing_ranks, hash_bits
 
 RECIPE = replace(ADAMW, batch=12, steps=2)

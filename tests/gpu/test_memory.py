@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.metrics.memory_snapshots import CudaAllocationRecorder, MemorySnapshots
+from titanlite.metrics.profiler import CudaAllocationRecorder, MemorySnapshots
 from titanlite.optim import OptimizerConfig, OptimizerInBackward, OptimizerSet, build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.guard.config import GuardConfig
 from titanlite.guard.judge import PendingSteps, StepJudge
+from titanlite.guard.policy import GuardConfig
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.metrics.memory_snapshots import MemorySnapshots
+from titanlite.metrics.profiler import MemorySnapshots
 
 
 class FakeRecorder:

@@ -345,15 +345,13 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
         sinks.step({**STEP, "step": step})
         measured = {"loss": 4.0, "perplexity": 54.6, "bits_per_byte": 1.5}
         sinks.event(step, "validation", name="code", **measured)
-    sinks.event(20, "evaluation", name="cloze", acc=0.5, acc_stderr=None)
     sinks.close()
     shown = read_tensorboard(tmp_path / "tb")
     of_validation = {f"validation/code/{key}" for key in measured}
-    groups = {"train", "speed", "memory", "validation", "evaluation"}
+    groups = {"train", "speed", "memory", "validation"}
     assert {name.partition("/")[0] for name in shown} == groups
     of_steps = {name.rpartition("/")[2] for name in shown.keys() - of_validation}
-    assert of_steps == {*STEP, "acc"} - {"step"} and of_validation < shown.keys()
-    assert shown["evaluation/cloze/acc"] == [(20, 0.5)]
+    assert of_steps == STEP.keys() - {"step"} and of_validation < shown.keys()
     assert shown["train/loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
     with open_in(tmp_path, completed_steps=20, enable_tensorboard=True) as sinks:
@@ -415,17 +413,15 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
         sinks.step(STEP)
         sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
         sinks.step({**STEP, "step": 9})
-        sinks.event(1, "evaluation", name="cloze", acc=0.5)  # W&B drops what is of earlier steps
         sinks.event(1, "checkpoint_saved", path="step-1")
     assert started["config"] == {"training": {"steps": 400}}
     assert sent[0][0] == 1 and sent[0][1]["train/loss"] == STEP["loss"]
     assert {name.rpartition("/")[2] for name in sent[0][1]} == STEP.keys() - {"step"}
     measured = {"validation/code/loss": 4.0, "validation/code/perplexity": 54.6}
-    evaluated = {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 1}
-    assert sent[1] == (1, measured) and sent[3:] == [(9, evaluated), "finished"]
+    assert sent[1] == (1, measured) and sent[3:] == ["finished"]
 
 
-def test_wandb_keeps_the_roll_back_and_later_evaluations(tmp_path, monkeypatch):
+def test_wandb_keeps_the_roll_back(tmp_path, monkeypatch):
     kept = []
 
     def log(values, step):  # W&B drops what is of an earlier step than its last one
@@ -438,11 +434,7 @@ def test_wandb_keeps_the_roll_back_and_later_evaluations(tmp_path, monkeypatch):
         sinks.roll_back(5, 0)
         sinks.event(5, "rolled_back", number=1, from_step=9)
         sinks.step({**STEP, "step": 6})
-        sinks.event(4, "evaluation", name="cloze", acc=0.5)
-    assert kept[1:] == [
-        (9, {"rollback/from_step": 9}),
-        (9, {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 4}),
-    ]
+    assert kept[1:] == [(9, {"rollback/from_step": 9})]
 
 
 @pytest.mark.parametrize("fails_in", ["init", "log", "finish"])

@@ -25,8 +25,8 @@ from titanlite.models import (
 )
 from titanlite.models.router import check_expert_sizes, stable_top_k
 from titanlite.optim import OptimizerConfig
-from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.muon import Muon
+from titanlite.optim.recipe import MatrixFacts
 from titanlite_planner.model_shape import shape_of
 
 SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16, shared_gate=True)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from titanlite.models import LLAMA3, Llama3Sizes
 from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, build_optimizer
-from titanlite.optim.muon import MOMENTUM, Muon
-from titanlite.optim.newton_schulz import (
+from titanlite.optim.muon import (
+    MOMENTUM,
     POLAR_EXPRESS,
     SAFETY_FACTOR,
+    Muon,
     orthogonalization_flops,
     orthogonalize,
 )

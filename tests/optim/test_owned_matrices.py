@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.models import LLAMA3
 from titanlite.optim import owned_matrices
-from titanlite.optim.newton_schulz import orthogonalization_flops
+from titanlite.optim.muon import orthogonalization_flops
 from titanlite.optim.owned_matrices import (
     OwnedMatrices,
     WholeMatrixUpdate,

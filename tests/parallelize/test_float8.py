@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees
-from titanlite.distributed.tensors import local_shard
 from titanlite.models import FAMILIES
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize.float8 import (

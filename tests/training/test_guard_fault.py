@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from titanlite.errors import TrainingDiverged
-from titanlite.guard.config import GuardConfig
 from titanlite.guard.culprit import Culprit
 from titanlite.guard.handler import Guard
-from titanlite.guard.history import History
+from titanlite.guard.policy import GuardConfig, History
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from titanlite.guard.config import GuardConfig, check_guard_config
-from titanlite.guard.history import (
+from titanlite.guard.policy import (
+    GuardConfig,
     History,
     Observation,
     ReplayResult,
     StepVerdict,
     ViolationReason,
+    check_guard_config,
     decide,
 )
 

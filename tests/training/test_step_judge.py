@@ -10,9 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from titanlite.guard.config import GuardConfig
-from titanlite.guard.history import ViolationReason
 from titanlite.guard.judge import StepJudge
+from titanlite.guard.policy import GuardConfig, ViolationReason
 
 CPU = torch.device("cpu")
 SPIKES = GuardConfig(spike="skip")

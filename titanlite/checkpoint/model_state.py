@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.host_memory import HostMemory, PinnedMemory
-from titanlite.distributed.tensors import local_shard
 
 State = dict[str, dict[str, Any]]  # "model" or "optimizer" -> name -> tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.errors import UserError
 from titanlite.log import logger
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.distributed.collectives import AsyncMax
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import AsyncMax, local_shard
 from titanlite.training.step import StepResult
 
 MESSAGE_BYTES = 2048  # size of the finding that one rank sends to all

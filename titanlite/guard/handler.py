@@ -14,7 +14,8 @@ import torch
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
 from titanlite.guard.culprit import Culprit, CulpritSearch, Evidence, OutputProbe
-from titanlite.guard.history import (
+from titanlite.guard.judge import PendingStep, PendingSteps, StepJudge
+from titanlite.guard.policy import (
     History,
     Observation,
     ReplayResult,
@@ -22,7 +23,6 @@ from titanlite.guard.history import (
     ViolationReason,
     decide,
 )
-from titanlite.guard.judge import PendingStep, PendingSteps, StepJudge
 from titanlite.guard.rollback import CheckpointRollback, Trouble
 from titanlite.log import pluralize
 from titanlite.optim import shard_norms

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.collectives import all_reduce_min
-from titanlite.guard.config import MIN_WINDOW_STEPS, GuardConfig
-from titanlite.guard.history import History, ViolationReason
+from titanlite.guard.policy import MIN_WINDOW_STEPS, GuardConfig, History, ViolationReason
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult
 

@@ -10,7 +10,7 @@ import torch
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
-from titanlite.guard.config import check_guard_config
+from titanlite.guard.policy import check_guard_config
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config

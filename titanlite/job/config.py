@@ -15,7 +15,7 @@ from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.guard.config import GuardConfig
+from titanlite.guard.policy import GuardConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.meters.replica_check import ReplicaCheckConfig
 from titanlite.meters.straggler import StragglerConfig

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.collectives import broadcast_from_rank_0
+from titanlite.distributed.collectives import broadcast_from_rank_0, local_shard
 from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
-from titanlite.distributed.tensors import local_shard
 from titanlite.errors import ReplicaMismatch
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.settings import Range

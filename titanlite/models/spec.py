@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
-from titanlite.models.counts import ModelCounts, flops_of_block, count_model
+from titanlite.models.counts import ModelCounts, count_model, flops_of_block
 from titanlite.models.router import (
     NO_BALANCING,
     ExpertSizes,
@@ -264,7 +264,7 @@ class ModelSpec(Generic[SizesT]):
 
     def counts(self, sizes: SizesT) -> ModelCounts:
         """What the module consists of."""
-        return count_model(self.build, sizes, self.blocks_path)
+        return count_model(self.build, sizes, self.blocks_path)  # type: ignore[arg-type]  # frozen
 
     def count_parameters(self, sizes: SizesT) -> int:
         """Parameters of the whole model; tied embeddings count once."""

@@ -21,7 +21,6 @@ from titanlite.optim.checks import (
 from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
 from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.groups import ParameterGroupConfig
-from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -36,7 +35,7 @@ from titanlite.optim.lr_schedule import (
 )
 from titanlite.optim.optimizer_set import OptimizerSet
 from titanlite.optim.owned_matrices import assign_owners
-from titanlite.optim.recipe import OptimizerRecipe
+from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",

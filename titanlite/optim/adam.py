@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.host_memory import pin_in_place
-from titanlite.distributed.tensors import local_shard
 from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros, write_if
@@ -319,3 +319,28 @@ def _allocate_moment(
 def _synchronize_device() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+class _FusedConditional(torch.optim.Optimizer):
+    """Mixin for fused optimizers, whose kernels write nothing if `found_inf` is 1."""
+
+    found_inf: Tensor  # torch's GradScaler sets it; the fused step changes nothing if it is 1
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self.found_inf = (~accept).float()
+        try:
+            self.step()
+        finally:
+            del self.found_inf
+
+    def uncount_steps(self, steps: int) -> None:
+        """Nothing to do: torch's fused step counts on the device, and only steps that it takes."""
+
+
+class ConditionalAdamW(_FusedConditional, torch.optim.AdamW):
+    """torch's AdamW; requires `fused=True`."""
+
+
+class ConditionalAdam(_FusedConditional, torch.optim.Adam):
+    """torch's Adam; requires `fused=True`."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from titanlite.distributed.tensors import local_shard, reduce_partial
+from titanlite.distributed.collectives import local_shard, reduce_partial
 from titanlite.optim.groups import matches_any
 
 

@@ -13,7 +13,14 @@ from torch import nn
 
 from titanlite.models.mup import WidthScale
 from titanlite.optim.adafactor import Adafactor, adafactor_state_bytes
-from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype, moment_bytes
+from titanlite.optim.adam import (
+    ConditionalAdam,
+    ConditionalAdamW,
+    LowMemoryAdam,
+    MomentOptions,
+    StateDtype,
+    moment_bytes,
+)
 from titanlite.optim.elementwise import SGD, Lion
 from titanlite.optim.fp32_vectors import (
     is_low_vector,
@@ -21,7 +28,6 @@ from titanlite.optim.fp32_vectors import (
     updating_vectors_in_float32,
 )
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
-from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
 from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
 from titanlite.optim.mup import elementwise_update, gradient_update, orthogonal_update
@@ -32,9 +38,8 @@ from titanlite.optim.optimizer_set import (
     OptimizerSet,
 )
 from titanlite.optim.owned_matrices import largest_round
-from titanlite.optim.recipe import OptimizerRecipe
+from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
 from titanlite.optim.soap import SOAP, soap_flops, soap_state_bytes
-from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Positive, Range
 
 

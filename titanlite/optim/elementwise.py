@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros, write_if

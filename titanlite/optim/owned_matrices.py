@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.collectives import start_all_to_all
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard, start_all_to_all
 
 # Elements of the whole matrices that a rank computes between two exchanges, unless one has more
 ROUND_ELEMENTS = 1 << 24

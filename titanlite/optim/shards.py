@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 
 
 def write_if(target: Tensor, value: Tensor, accept: Tensor | None) -> None:

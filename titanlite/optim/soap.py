@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.optim.conditional import OverlappingBase
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
 from titanlite.optim.shards import write_if

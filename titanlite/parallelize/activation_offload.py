@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 from titanlite.kernels.documents import DocumentIndex
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device: not worth a copy

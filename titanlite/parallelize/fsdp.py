@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard
 
 ReshardAfterForward = Literal["default", "always", "never"]
 

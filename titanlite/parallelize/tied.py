@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.distributed.collectives import receive_tensor, send_tensor
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.collectives import local_shard, receive_tensor, send_tensor
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 
 TiedPairs = Sequence[tuple[str, str]]  # names of parameters: the first is tied to the second

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.tensors import registered_parameters
+from titanlite.distributed.collectives import registered_parameters
 from titanlite.errors import UserError
 from titanlite.metrics import peak_memory_bytes
 

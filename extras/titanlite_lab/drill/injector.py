@@ -25,8 +25,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from titanlite.data import SampleStream
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
-from titanlite.distributed.tensors import local_shard
 from titanlite.job import build as builders
 from titanlite.log import logger
 from titanlite.training.state import TrainState

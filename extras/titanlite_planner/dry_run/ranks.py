@@ -24,8 +24,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from titanlite import parallelize as parallelize_package
+from titanlite.distributed.collectives import registered_parameters
 from titanlite.distributed.mesh import DIMENSIONS, ExpertMesh, build_mesh, coordinates_of
-from titanlite.distributed.tensors import registered_parameters
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
