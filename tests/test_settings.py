@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 
 from titanlite.config_reference import help_text, list_sections
 from titanlite.errors import ConfigError, UserErrors
+from titanlite.files import parse_toml
 from titanlite.optim import OptimizerConfig
 from titanlite.settings import (
+    KeyedSection,
     Positive,
     Range,
     Supported,
@@ -25,6 +28,7 @@ from titanlite.settings import (
     sources,
     to_toml,
 )
+from titanlite.settings.output import CommandLineText
 
 
 @dataclass(frozen=True)
@@ -316,3 +320,65 @@ def test_help_lists_every_key_with_its_comment():
     assert all((f"--{key} " in of_train) == key.startswith("train.") for key in all_keys(Schema))
     section = list_sections(Schema)[1]
     assert section.summary == "Optimisation." and section.keys[1].meaning == ""
+
+
+@dataclass(frozen=True)
+class Square:
+    side: Annotated[int, Range(1), "length of a side"] = 1
+
+
+@dataclass(frozen=True)
+class Circle:
+    radius: Annotated[float, Range(0), "half of the width"] = 1.0
+
+
+@dataclass(frozen=True)
+class ShapeSection(KeyedSection):
+    """[shape] What is drawn."""
+
+    KEY: ClassVar = "kind"
+    UNSET: ClassVar = "1"
+    kind: Literal["square", "circle"] = "square"
+    colour: str = "red"
+
+    @classmethod
+    def choices(cls):
+        return {"square": Square, "circle": Circle}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    shape: ShapeSection = field(default_factory=ShapeSection)
+
+
+def draw(**shape):
+    drawing, problems = build_dataclass(Drawing, {"shape": shape})
+    return drawing.shape, [str(problem) for problem in problems]
+
+
+def test_a_section_has_the_keys_of_the_value_of_its_key():
+    shape, problems = draw(kind=CommandLineText("circle"), radius=2, colour="blue")
+    assert not problems and (shape.kind, shape.radius, shape.colour) == ("circle", 2.0, "blue")
+    assert draw()[0].side is None  # the default kind
+    assert pickle.loads(pickle.dumps(shape)) == shape
+    assert parse_toml(to_toml(Drawing(shape))) == {
+        "shape": {"kind": "circle", "radius": 2.0, "colour": "blue"}
+    }
+
+
+def test_a_key_of_another_value_is_refused_with_the_values_that_have_it():
+    _, (problem,) = draw(side=2, kind="circle")
+    assert problem == (
+        'shape.side = 2: is not a key of shape.kind = "circle". Remove it; this kind has radius.'
+        " Those with side: square."
+    )
+    assert "must be at least 0" in draw(kind="circle", radius=-1)[1][0]
+    assert "Did you mean shape.radius?" in draw(kind="circle", radus=1)[1][0]
+    assert len(draw(kind="oval", side=2)[1]) == 2  # the kind, and a key that no kind has
+
+
+def test_help_shows_further_keys_with_their_value():
+    text = "\n".join(help_text(Drawing, "shape"))
+    assert '[shape] with kind = "circle"' in text
+    assert "--shape.radius  (a number of at least 0; default 1)\n      half of the width" in text
+    assert {"shape.side", "shape.radius"} <= set(all_keys(Drawing))

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, format_error
-from titanlite.settings import Supported, describe_type, format_value, type_hints
+from titanlite.settings import KeyedSection, Supported, describe_type, format_value, type_hints
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class SectionReference:
     name: str
     summary: str  # first line of the dataclass's docstring, without "[name]"
     keys: list[KeyReference]
+    condition: str = ""  # under which the section has these keys
 
 
 @cache
@@ -55,7 +56,20 @@ def list_sections(schema: type, name: str = "") -> list[SectionReference]:
     for key, meaning in getattr(schema, "REPLACED", {}).items():
         keys.insert(0, KeyReference(f"{name}.{key}", "a string or none", "none", meaning))
     summary = (inspect.getdoc(schema) or "").partition("\n")[0].removeprefix(f"[{name}] ")
-    return ([SectionReference(name, summary, keys)] if keys else []) + subsections
+    further = list(_list_further_keys(name, schema)) if issubclass(schema, KeyedSection) else []
+    return ([SectionReference(name, summary, keys)] if keys else []) + further + subsections
+
+
+def _list_further_keys(name: str, section: type[KeyedSection]) -> Iterator[SectionReference]:
+    """The keys of a section under each value of its `KEY`."""
+    for value, choice in section.choices().items():
+        keys = []
+        for key, hint in type_hints(choice).items():
+            notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)]
+            meaning = notes[0] if notes else ""
+            type_text = _describe_key_type(hint)
+            keys.append(KeyReference(f"{name}.{key}", type_text, section.UNSET, meaning))
+        yield SectionReference(name, "", keys, f'{section.KEY} = "{value}"')
 
 
 def _describe_key_type(hint: Any) -> str:
@@ -103,6 +117,7 @@ def reference_page(
     of_entries = (list_sections(entry, name) for name, entry in (entries or {}).items())
     for section in [*list_sections(schema), *chain.from_iterable(of_entries)]:
         heading = headings.get(section.name, f"`[{section.name}]`")
+        heading += f" with `{section.condition}`" if section.condition else ""
         lines += ["", f"## {heading}", "", section.summary, ""]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in section.keys:
@@ -126,7 +141,8 @@ def help_text(schema: type, name: str | None = None) -> Iterator[str]:
             )
         sections = shown
     for section in sections:
-        yield f"\n[{section.name}]  {section.summary}"
+        condition = f" with {section.condition}" if section.condition else ""
+        yield f"\n[{section.name}]{condition}  {section.summary}"
         for key in section.keys:
             yield f"  --{key.name}  ({key.type}; default {key.default})"
             if key.meaning:

@@ -161,7 +161,7 @@ def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str,
     if not settings.get("head_dim"):  # dim / n_heads: as in the first flavor of each family
         settings.pop("head_dim", None)
     return {
-        "model": dataclasses.asdict(ModelConfig(**settings)),
+        "model": dataclasses.asdict(ModelConfig.schema_for(source.spec.name)(**settings)),
         "data": {"tokenizer": tokenizer and tokenizer.name},
     }
 

@@ -283,8 +283,7 @@ def _resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
         fix = error.fix or "Give a folder with a config.json of a supported architecture."
         fix += " A run that has started does not need it: config.toml in its folder has the sizes."
         return [ConfigError(f'model.from = "{path}": {error.message}', fix=fix, keys=_FROM)]
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    values = {k: v for k, v in dataclasses.asdict(sizes).items() if k in known}
+    values = dataclasses.asdict(sizes)
     if not values.get("head_dim"):  # dim / n_heads
         values.pop("head_dim", None)
     table["model"] = {"name": spec.name, **values, **model}

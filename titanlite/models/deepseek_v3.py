@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama import TransformerBlock
@@ -23,6 +24,7 @@ from titanlite.models.mixtral import ExpertBlock
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.settings import Range
 
 # Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
 LATENT_NORM_EPS = 1e-6
@@ -30,29 +32,29 @@ LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeepSeekV3Sizes:
-    """The sizes of one model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    hidden_dim: int  # of the dense layers
-    vocab_size: int
-    n_experts: int
-    n_active_experts: int
-    expert_hidden_dim: int
-    n_dense_layers: int = 0
-    n_shared_experts: int = 1
-    n_expert_groups: int = 1
-    n_active_groups: int = 1
-    route_scale: float = 1.0
-    q_lora_rank: int = 0  # 0: queries are projected from the hidden states
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    rope_scaling_factor: float = 1.0
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize
+    n_experts: size.Experts
+    n_active_experts: size.ActiveExperts
+    expert_hidden_dim: size.ExpertHiddenDim
+    n_dense_layers: Annotated[int, Range(0), "first blocks, without experts"] = 0
+    n_shared_experts: Annotated[int, Range(0), "experts that compute every token"] = 1
+    n_expert_groups: Annotated[int, Range(1), "groups of consecutive experts"] = 1
+    n_active_groups: Annotated[int, Range(1), "groups that a token may select experts from"] = 1
+    route_scale: Annotated[float, Range(0), "factor of the weights of experts"] = 1.0
+    q_lora_rank: Annotated[int, Range(0), "width that queries are projected from; 0: dim"] = 0
+    kv_lora_rank: Annotated[int, Range(1), "width that keys and values are projected from"] = 512
+    qk_nope_head_dim: Annotated[int, Range(1), "query and key elements per head without RoPE"] = 128
+    qk_rope_head_dim: Annotated[int, Range(1), "query and key elements per head with RoPE"] = 64
+    v_head_dim: Annotated[int, Range(1), "value elements per head"] = 128
+    norm_eps: size.NormEps = 1e-6
+    rope_theta: size.RopeTheta = 10_000.0
+    rope_scaling_factor: Annotated[float, Range(1), "of RoPE frequencies (YaRN); 1: none"] = 1.0
 
     qk_norm = tied_embeddings = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,24 +16,26 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import size_types as size
 from titanlite.models.config_json import ConfigFormat
 from titanlite.models.decoder import Decoder, tied_output
 from titanlite.models.embedding import PositionEmbedding
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec, StoredPart
+from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
 class GPT2Sizes:
-    """The sizes of one GPT-2 model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one GPT-2 model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    hidden_dim: int
-    vocab_size: int = 50_257
-    positions: int = 1024
-    norm_eps: float = 1e-5
-    tied_embeddings: bool = True
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize = 50_257
+    positions: Annotated[int, Range(1), "learned positions: the longest sequence"] = 1024
+    norm_eps: size.NormEps = 1e-5
+    tied_embeddings: size.TiedEmbeddings = True
 
     @property
     def n_kv_heads(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titanlite.errors import CheckpointError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import (
     Rope,
@@ -22,24 +23,25 @@ from titanlite.models.decoder import (
 )
 from titanlite.models.rope import Llama3Scaling, apply_rope
 from titanlite.models.spec import HuggingFaceMapping, ModelSizes, ModelSpec
+from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
 class Llama3Sizes:
-    """The sizes of one Llama 3 model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one Llama 3 model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 128_256
-    head_dim: int = 0  # 0: dim / n_heads
-    norm_eps: float = 1e-5
-    rope_theta: float = 500_000.0
-    rope_scaling_factor: float = 1.0
-    qk_norm: bool = False
-    tied_embeddings: bool = False
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize = 128_256
+    head_dim: size.HeadDim = 0
+    norm_eps: size.NormEps = 1e-5
+    rope_theta: size.RopeTheta = 500_000.0
+    rope_scaling_factor: Annotated[float, Range(1), "of Llama 3.1; 1: none"] = 1.0
+    qk_norm: Annotated[bool, "RMSNorm on every query and key head"] = False
+    tied_embeddings: size.TiedEmbeddings = False
 
     @property
     def head_width(self) -> int:

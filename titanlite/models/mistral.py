@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from titanlite.errors import CheckpointError
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import RotaryDecoder, check_heads
 from titanlite.models.llama import (
@@ -19,22 +20,23 @@ from titanlite.models.llama import (
     TransformerBlock,
 )
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
 class MistralSizes:
-    """The sizes of one Mistral model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one Mistral model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 32_768
-    head_dim: int = 0  # 0: dim / n_heads
-    norm_eps: float = 1e-5
-    rope_theta: float = 1_000_000.0
-    window: int = 0
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize = 32_768
+    head_dim: size.HeadDim = 0
+    norm_eps: size.NormEps = 1e-5
+    rope_theta: size.RopeTheta = 1_000_000.0
+    window: Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"] = 0
 
     rope_scaling = None
     qk_norm = tied_embeddings = False

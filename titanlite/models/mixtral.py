@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, Attention, LlamaBlockSizes
@@ -22,20 +23,20 @@ from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 
 @dataclass(frozen=True)
 class MixtralSizes:
-    """The sizes of one Mixtral model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one Mixtral model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    expert_hidden_dim: int
-    n_experts: int = 8
-    n_active_experts: int = 2
-    vocab_size: int = 32_000
-    head_dim: int = 0  # 0: dim / n_heads
-    norm_eps: float = 1e-5
-    rope_theta: float = 1_000_000.0
-    tied_embeddings: bool = False
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    expert_hidden_dim: size.ExpertHiddenDim
+    n_experts: size.Experts = 8
+    n_active_experts: size.ActiveExperts = 2
+    vocab_size: size.VocabSize = 32_000
+    head_dim: size.HeadDim = 0
+    norm_eps: size.NormEps = 1e-5
+    rope_theta: size.RopeTheta = 1_000_000.0
+    tied_embeddings: size.TiedEmbeddings = False
 
     rope_scaling = None
     qk_norm = False

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, ROLES, Attention, FeedForward
@@ -21,17 +22,17 @@ from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 
 @dataclass(frozen=True)
 class Olmo2Sizes:
-    """The sizes of one OLMo 2 model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one OLMo 2 model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 100_352
-    norm_eps: float = 1e-6
-    rope_theta: float = 500_000.0
-    tied_embeddings: bool = False
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize = 100_352
+    norm_eps: size.NormEps = 1e-6
+    rope_theta: size.RopeTheta = 500_000.0
+    tied_embeddings: size.TiedEmbeddings = False
 
     rope_scaling = None
     qk_norm = True

@@ -5,29 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from titanlite.models import size_types as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
 class Qwen3Sizes:
-    """The sizes of one Qwen3 model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one Qwen3 model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 151_936
-    head_dim: int = 128
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    tied_embeddings: bool = False
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    hidden_dim: size.HiddenDim
+    vocab_size: size.VocabSize = 151_936
+    head_dim: Annotated[int, Range(1), "elements per head"] = 128
+    norm_eps: size.NormEps = 1e-6
+    rope_theta: size.RopeTheta = 1_000_000.0
+    tied_embeddings: size.TiedEmbeddings = False
 
     rope_scaling = None
     qk_norm = True

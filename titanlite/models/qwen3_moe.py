@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from titanlite.models import size_types as size
 from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
 from titanlite.models.llama import DERIVED, ROLES
@@ -21,24 +22,25 @@ from titanlite.models.mixtral import (
 from titanlite.models.qwen3 import NORM_NAMES
 from titanlite.models.router import ExpertSizes
 from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
 class Qwen3MoESizes:
-    """The sizes of one model; their meanings are those of the keys in `ModelConfig`."""
+    """The sizes of one model: its keys of [model]."""
 
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    expert_hidden_dim: int
-    n_experts: int = 128
-    n_active_experts: int = 8
-    vocab_size: int = 151_936
-    head_dim: int = 128
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    tied_embeddings: bool = False
+    dim: size.Dim
+    n_layers: size.Layers
+    n_heads: size.Heads
+    n_kv_heads: size.KeyValueHeads
+    expert_hidden_dim: size.ExpertHiddenDim
+    n_experts: size.Experts = 128
+    n_active_experts: size.ActiveExperts = 8
+    vocab_size: size.VocabSize = 151_936
+    head_dim: Annotated[int, Range(1), "elements per head"] = 128
+    norm_eps: size.NormEps = 1e-6
+    rope_theta: size.RopeTheta = 1_000_000.0
+    tied_embeddings: size.TiedEmbeddings = False
 
     rope_scaling = None
     qk_norm = True

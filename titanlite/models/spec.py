@@ -20,7 +20,7 @@ from titanlite.models.router import (
     LoadBalancing,
     check_expert_sizes,
 )
-from titanlite.settings import NotNegative, OneOf, Positive, Range, Supported, format_value
+from titanlite.settings import KeyedSection, OneOf, Supported
 
 
 def _family_names() -> Iterable[str]:
@@ -30,14 +30,14 @@ def _family_names() -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """[model] The architecture to train; a size that is set here overrides the flavor's.
+class ModelConfig(KeyedSection):
+    """[model] The architecture to train; further keys are the sizes of the family.
 
-    A size is a field whose default is None. Each family has some of them, under the same name in
-    its dataclass of sizes, and refuses the others. A family that needs a size of its own adds a
-    field here.
+    A size that is set overrides the flavor's.
     """
 
+    KEY: ClassVar = "name"
+    UNSET: ClassVar = "that of the flavor"
     REPLACED: ClassVar = {  # keys that other keys replace before this is built
         "from": "Hugging Face folder, whose config.json gives the family and all sizes; other keys"
         " of [model] override them"
@@ -55,36 +55,12 @@ class ModelConfig:
     ] = dataclasses.field(default_factory=list)
     # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
     print_after_conversion: bool = False  # log the module tree after parallelization
-    dim: Positive | None = None  # width of the residual stream
-    n_layers: Annotated[int, Range(1, 10_000)] | None = None  # transformer blocks
-    n_heads: Positive | None = None  # query heads per block
-    n_kv_heads: Positive | None = None  # key-value heads per block; must divide n_heads
-    head_dim: Positive | None = None  # elements per head; default dim / n_heads
-    hidden_dim: Positive | None = None  # width of the feed-forward layer
-    n_experts: Positive | None = None  # routed experts per block
-    n_active_experts: Positive | None = None  # routed experts that compute a token
-    expert_hidden_dim: Positive | None = None  # width of the hidden layer of one expert
-    vocab_size: Positive | None = None  # token ids that the model has embeddings for
-    window: NotNegative | None = None
-    # tokens that a token attends to, itself included; 0: all up to itself
-    positions: Positive | None = None  # rows of a learned position embedding: the longest sequence
-    norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of the norms
-    rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
-    rope_scaling_factor: Annotated[float, Range(1)] | None = None
-    # RoPE frequency scaling factor (Llama 3.1; YaRN in deepseek_v3); 1 disables it
-    qk_norm: bool | None = None  # RMSNorm on every query and key head
-    tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
-    n_shared_experts: NotNegative | None = None  # experts that compute every token
-    n_dense_layers: NotNegative | None = None  # first blocks, without experts
-    n_expert_groups: Positive | None = None  # groups of consecutive experts
-    n_active_groups: Positive | None = None  # groups that a token may select experts from
-    route_scale: Annotated[float, Range(0)] | None = None  # factor of the weights of experts
-    q_lora_rank: NotNegative | None = None
-    # width from which queries are projected; 0: they are projected from the hidden states
-    kv_lora_rank: Positive | None = None  # width from which keys and values are projected
-    qk_nope_head_dim: Positive | None = None  # query and key elements per head without RoPE
-    qk_rope_head_dim: Positive | None = None  # and with RoPE
-    v_head_dim: Positive | None = None  # value elements per head
+
+    @classmethod
+    def choices(cls) -> Mapping[str, type]:
+        from titanlite.models import FAMILIES  # which imports this module
+
+        return {name: type(next(iter(spec.flavors.values()))) for name, spec in FAMILIES.items()}
 
 
 PARAMETER_ROLES = {
@@ -292,9 +268,9 @@ class ModelSpec(Generic[SizesT]):
         return {**costs, "norm": 10.0 * sizes.dim, self.output_path: output}
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
-        """The flavor's sizes with the overrides of a [model] section.
+        """The flavor's sizes with the overrides of a [model] section of this family.
 
-        Raises ConfigError for an unknown flavor, and for a size that this family does not have.
+        Raises ConfigError for an unknown flavor.
         """
         if config.flavor not in self.flavors:
             raise ConfigError(
@@ -303,22 +279,10 @@ class ModelSpec(Generic[SizesT]):
                 keys=("model.flavor",),
             )
         sizes = self.flavors[config.flavor]
-        overrides = {
-            field.name: value
-            for field in dataclasses.fields(config)
-            if field.default is None and (value := getattr(config, field.name)) is not None
-        }
-        known = {field.name for field in dataclasses.fields(sizes)}
-        if unknown := [name for name in overrides if name not in known]:
-            shown = ", ".join(f"model.{name} = {format_value(overrides[name])}" for name in unknown)
-            keys = tuple(f"model.{name}" for name in unknown)
-            allowed = [f.name for f in dataclasses.fields(config) if f.name in known]
-            raise ConfigError(
-                f'{shown}: not a size of model.name = "{self.name}".',
-                fix=f"Remove {', '.join(keys)}; this family has {', '.join(allowed)}.",
-                keys=keys,
-            )
-        return dataclasses.replace(sizes, **overrides)
+        names = [field.name for field in dataclasses.fields(sizes)]
+        values = {name: getattr(config, name, None) for name in names}
+        changes = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(sizes, **changes)
 
 
 def first_match(roles: Mapping[str, str], name: str) -> str | None:

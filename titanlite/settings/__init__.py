@@ -14,6 +14,7 @@ from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.settings.output import CommandLineText, format_value, to_toml
 from titanlite.settings.schema import (
     Fraction,
+    KeyedSection,
     NotNegative,
     OneOf,
     Positive,
@@ -28,6 +29,7 @@ from titanlite.settings.values import build_dataclass
 
 __all__ = [
     "Fraction",
+    "KeyedSection",
     "NotNegative",
     "OneOf",
     "Positive",

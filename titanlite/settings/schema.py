@@ -7,10 +7,10 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,51 @@ def type_hints(schema: type) -> dict[str, Any]:
     return typing.get_type_hints(schema, include_extras=True)
 
 
+class KeyedSection:
+    """A section with further keys, which depend on the value of its key `KEY`.
+
+    A frozen dataclass inherits from it. `choices` maps each value to a dataclass, whose fields are
+    the further keys under that value; a key that is not set is None.
+    """
+
+    KEY: ClassVar[str]
+    UNSET: ClassVar[str] = "none"  # what a further key has if it is not set, for users
+
+    @classmethod
+    def choices(cls) -> Mapping[str, type]:
+        raise NotImplementedError
+
+    @classmethod
+    def schema_for(cls, value: Any) -> type:
+        """The section with the further keys under `value`; without any, if it is no choice."""
+        further = cls.choices().get(value) if isinstance(value, str) else None
+        return _extend(cls, further) if further else cls  # type: ignore[arg-type]  # hashable
+
+    @classmethod
+    def of(cls, value: str, **keys: Any) -> Any:
+        """The section with a value of `KEY` and other keys."""
+        return cls.schema_for(value)(**{cls.KEY: value, **keys})
+
+    def __reduce__(self) -> tuple:  # pickle does not find a class that `_extend` made
+        base = next(c for c in type(self).__mro__ if KeyedSection in c.__bases__)
+        keys = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
+        return _rebuild, (base, keys)
+
+
+@cache
+def _extend(section: type[KeyedSection], further: type) -> type:
+    hints = type_hints(further)
+    keys = [
+        (field.name, hints[field.name] | None, dataclasses.field(default=None))
+        for field in dataclasses.fields(further)
+    ]
+    return dataclasses.make_dataclass(section.__name__, keys, bases=(section,), frozen=True)
+
+
+def _rebuild(section: type[KeyedSection], keys: dict[str, Any]) -> Any:
+    return section.of(keys.pop(section.KEY), **keys)
+
+
 @cache
 def all_keys(schema: type, prefix: str = "") -> list[str]:
     """Every key of a schema, as `section.key`."""
@@ -69,6 +114,9 @@ def all_keys(schema: type, prefix: str = "") -> list[str]:
     for name, hint in type_hints(schema).items():
         is_section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
         keys += all_keys(hint, f"{prefix}{name}.") if is_section else [f"{prefix}{name}"]
+    if issubclass(schema, KeyedSection) and KeyedSection in schema.__bases__:
+        further = (name for choice in schema.choices().values() for name in type_hints(choice))
+        keys += dict.fromkeys(f"{prefix}{name}" for name in further)
     return keys
 
 

@@ -17,6 +17,7 @@ from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
 from titanlite.settings.output import CommandLineText, format_value
 from titanlite.settings.schema import (
+    KeyedSection,
     Range,
     Supported,
     all_keys,
@@ -73,11 +74,15 @@ class DataclassBuilder:
 
     def build(self, schema: type, table: dict[str, Any], prefix: str = "") -> Any:
         """Build one section; `prefix` is its name with a dot, or ""."""
+        base = schema
+        if issubclass(schema, KeyedSection):
+            schema = schema.schema_for(_chosen(schema, table))
         hints, values = type_hints(schema), {}
         for name, given in table.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self.problems.append(self._unknown_key(key, given, prefix, hints))
+                problem = self._key_of_another_choice(key, given, base, table)
+                self.problems.append(problem or self._unknown_key(key, given, prefix, hints))
                 continue
             hint = hints[name]
             if dataclasses.is_dataclass(hint):
@@ -99,6 +104,25 @@ class DataclassBuilder:
             if required and field.name not in values:
                 values[field.name] = None
         return schema(**values)
+
+    def _key_of_another_choice(
+        self, key: str, given: Any, section: type, table: dict[str, Any]
+    ) -> ConfigError | None:
+        """The error for a key that the section has, but under another value of its `KEY`."""
+        prefix, _, name = key.rpartition(".")
+        if not issubclass(section, KeyedSection):
+            return None
+        choices, value = section.choices(), _chosen(section, table)
+        having = [choice for choice, further in choices.items() if name in type_hints(further)]
+        if not having or value not in choices:
+            return None
+        chooser = f"{prefix}.{section.KEY}".lstrip(".")
+        return ConfigError(
+            f'{key} = {format_value(given)}: is not a key of {chooser} = "{value}".',
+            fix=f"Remove it; this {section.KEY} has {', '.join(type_hints(choices[value]))}."
+            f" Those with {name}: {', '.join(having)}.",
+            keys=(key, chooser),
+        )
 
     def _refuse(self, key: str, given: Any, refusal: ValueRefused) -> None:
         texts = _describe_refusal(key, f"{key} = {format_value(given)}", refusal)
@@ -129,6 +153,13 @@ class DataclassBuilder:
             fix = f"{fix} " if similar else ""
             fix += f"Allowed keys: {', '.join(hints)}."
         return ConfigError(problem, fix=fix, keys=(key,))
+
+
+def _chosen(section: type[KeyedSection], table: dict[str, Any]) -> Any:
+    """The value of the key of a section that decides about further keys."""
+    default = next(f.default for f in dataclasses.fields(section) if f.name == section.KEY)  # type: ignore[arg-type]
+    value = table.get(section.KEY, default)
+    return value.text if isinstance(value, CommandLineText) else value
 
 
 def _describe_refusal(name: str, with_value: str, refusal: ValueRefused) -> list[str]:

@@ -59,13 +59,14 @@ def measure_run(
     events: Sequence[Mapping[str, Any]],
 ) -> ScalingRun:
     """From the effective configuration, "section.key" -> value, and the lines of metrics.jsonl."""
-    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    schema = ModelConfig.schema_for(config.get("model.name", "llama3"))
+    names = {field.name for field in dataclasses.fields(schema)}
     sections = (key.partition(".") for key in config)
     model = {k: config[f"model.{k}"] for s, _, k in sections if s == "model" and k in names}
     if model.get("name", "llama3") not in FAMILIES or "training.steps" not in config:
         raise DataError(f"{name}: its config.toml is missing, or is not that of a run.")
     spec = FAMILIES[model.get("name", "llama3")]
-    sizes = spec.sizes_of(ModelConfig(**model))
+    sizes = spec.sizes_of(schema(**model))
     validation = {
         str(event["name"]): float(event["loss"])
         for event in events
