@@ -165,12 +165,11 @@ def check_model_size(
 
     To be called before the model is built, which takes memory and time for each layer.
     """
-    layers, parameters = sizes.n_layers, spec.count_parameters(sizes)
-    if layers > MAX_LAYERS or parameters > MAX_PARAMETERS:
+    layers = sizes.n_layers
+    if layers > MAX_LAYERS:
         raise CheckpointError(
-            f"{folder}: describes a model of {_format_count(layers)} layers and"
-            f" {_format_count(parameters)} parameters; the limits are {MAX_LAYERS:,} and"
-            f" {float(MAX_PARAMETERS):.1e}."
+            f"{folder}: describes a model of {_format_count(layers)} layers; the limit is"
+            f" {MAX_LAYERS:,}."
         )
     if layers > tensors:
         raise CheckpointError(
@@ -179,6 +178,15 @@ def check_model_size(
         )
     if problems := [problem.message for problem in spec.find_size_problems(sizes)]:
         raise CheckpointError(f"{folder}: describes an impossible model: {' '.join(problems)}")
+    try:
+        parameters = spec.count_parameters(sizes)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error.message}") from None
+    if parameters > MAX_PARAMETERS:
+        raise CheckpointError(
+            f"{folder}: describes a model of {_format_count(parameters)} parameters; the limit is"
+            f" {float(MAX_PARAMETERS):.1e}."
+        )
 
 
 def _format_count(number: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.models.moe import MixtureOfExperts
 
@@ -30,9 +31,15 @@ class ModelCounts(NamedTuple):
 
 @lru_cache(maxsize=64)
 def count_model(build: Callable[[Any], nn.Module], sizes: Any, blocks_path: str) -> ModelCounts:
-    """Count the modules that `build` makes of `sizes`."""
-    with torch.device("meta"):
-        model = build(sizes)
+    """Count the modules that `build` makes of `sizes`; raises ConfigError if they are too large."""
+    try:
+        with torch.device("meta"):
+            model = build(sizes)
+    except RuntimeError as error:  # the bytes of a tensor are no number of 64 bits
+        raise ConfigError(
+            f"[model]: the parameters of {sizes!r:.200} are too many: {error!s:.200}.",
+            fix="Use smaller sizes.",
+        ) from None
     return ModelCounts(
         sum(parameter.numel() for parameter in model.parameters()),
         tuple(_count_block(block) for block in model.get_submodule(blocks_path).children()),
