@@ -37,7 +37,7 @@ def _write_table(section: Any, name: str, lines: list[str], omit: Any) -> None:
         for k, v in fields
         if v is not None
         and not dataclasses.is_dataclass(v)
-        and (omit is None or v != getattr(omit, k))
+        and (omit is None or v != getattr(omit, k, None))
     ]
     if name and values:
         lines.append(f"\n[{name}]")
