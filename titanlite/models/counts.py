@@ -35,7 +35,7 @@ def count_model(build: Callable[[Any], nn.Module], sizes: Any, blocks_path: str)
     try:
         with torch.device("meta"):
             model = build(sizes)
-    except RuntimeError as error:  # the bytes of a tensor are no number of 64 bits
+    except (RuntimeError, TypeError, OverflowError) as error:  # a size or the bytes: over 64 bits
         raise ConfigError(
             f"[model]: the parameters of {sizes!r:.200} are too many: {error!s:.200}.",
             fix="Use smaller sizes.",

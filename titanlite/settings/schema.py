@@ -59,7 +59,8 @@ Fraction = Annotated[float, Range(0, 1)]
 @cache
 def type_hints(schema: type) -> dict[str, Any]:
     """The type of each field, including its `Range`, `Supported` or `OneOf`."""
-    return typing.get_type_hints(schema, include_extras=True)
+    hints = typing.get_type_hints(schema, include_extras=True)
+    return {k: h for k, h in hints.items() if ClassVar not in (h, typing.get_origin(h))}
 
 
 class KeyedSection:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.guard.rollback import RollbackPolicy, Trouble
+from titanlite.guard.rollback import RollbackHistory, RollbackPolicy, Trouble
 from titanlite.job import JobConfig
 from titanlite.training.batch_schedule import build_batch_schedule
 from titanlite.training.state import Counters
@@ -26,6 +26,7 @@ class SimulatedRun:
         self.folder, self.log_freq = folder, log_freq
         self.counters, self.records, self.saved = Counters(), [], {0: Counters()}
         self.truth: dict[int, tuple[int, int]] = {}
+        self.history = RollbackHistory()
         self.configure(batch, ramp)
 
     def configure(self, batch: int, ramp: str | None = None) -> None:
@@ -44,7 +45,7 @@ class SimulatedRun:
             counters.advance(samples, samples * SEQ_LEN)
             if counters.step % self.log_freq == 0 or counters.step == to:
                 self.records.append({"step": counters.step, "samples": counters.samples})
-            self.saved[counters.step] = copy.deepcopy(counters)
+            self.saved[counters.step] = copy.deepcopy(counters), self.history
 
     def resume(self, step: int) -> None:
         """Start again from the checkpoint of a step."""
@@ -56,10 +57,11 @@ class SimulatedRun:
         """Take the last step as trouble, and go back to the checkpoint of `step`."""
         latest = self.counters.step
         trouble = Trouble(latest, *self.truth[latest], "spike")
-        history = self.counters.rollbacks
+        history = self.history
         attempt = history.next_try(trouble, policy)
         self._go_back(step)
-        self.counters.record_rollback(history.with_try(attempt))
+        self.history = history.with_try(attempt)
+        self.counters.set_windows(self.history.windows)
         window = attempt.window
         event = {"event": "rolled_back", "step": step, "from_step": latest}
         event |= {"number": len(history.tries) + 1, "attempt": attempt.number}
@@ -67,7 +69,8 @@ class SimulatedRun:
         self.records.append({**event, "lr_factor": window.lr_factor})
 
     def _go_back(self, step: int) -> None:
-        self.counters = copy.deepcopy(self.saved[step])
+        counters, self.history = self.saved[step]
+        self.counters = copy.deepcopy(counters)
         rolled = "rolled_back"
         self.records = [r for r in self.records if r["step"] <= step or r.get("event") == rolled]
         self.truth = {s: batch for s, batch in self.truth.items() if s <= step}

@@ -49,7 +49,7 @@ def watch_run(watch: Watch, evaluate: Callable[[StorageFolder], EvaluationResult
         saved = list(_checkpoints(watch))  # once: the run may save another one meanwhile
         found = next(_due_checkpoints(watch, saved, failed), None)
         if found is None:
-            if any(manifest.step >= _last_step(watch, manifest) for _, manifest in saved):
+            if saved and saved[0][1].step >= _last_step(watch, saved[0][1]):
                 return
             time.sleep(POLL_SECONDS)
             continue

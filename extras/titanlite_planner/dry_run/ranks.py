@@ -34,7 +34,7 @@ from titanlite.parallelize import ParallelLayout, build_parallel_modules, token_
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.state import Counters, TrainState
-from titanlite.training.step import StepSettings, compute_gradients, finish_step
+from titanlite.training.step import StepHook, StepSettings, compute_gradients, finish_step
 from titanlite_planner.dry_run.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite_planner.dry_run.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
 from titanlite_planner.forked import run_in_processes
@@ -192,6 +192,8 @@ class _RankRun:
                 engine = build_engine(model, layout, CPU, local_batch=batch)
                 state, in_backward = build_state(job, model, mesh, Counters())
                 settings = build_step_settings(job, state, mesh, in_backward)
+                hooks = [part for part in state.parts.values() if isinstance(part, StepHook)]
+                settings = dataclasses.replace(settings, hooks=tuple(hooks))
                 _allocate_state(state, recorder)
                 resting = self._step(engine, state, settings, recorder)
         return RankStep(
