@@ -146,7 +146,7 @@ def _record_run(
     transforms = ModelTransforms(load_balancing=balancing)
     sharded = build_sharded_model(EXPERT_LLAMA, sizes, layout, transforms, CPU, seed=0)
     load = ExpertLoad(sharded.model, EXPERT_LLAMA, sizes, balancing, mesh)
-    state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig(lr=3e-3)))
+    state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig.of(lr=3e-3)))
     settings = StepSettings(mesh, 1.0, hooks=(load,))
     engine = build_engine(sharded, layout, CPU, local_batch=BALANCE_BATCH)
     text = b"".join(path.read_bytes() for path in sorted((ROOT / "titanlite").rglob("*.py")))

@@ -82,7 +82,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"],
             1,
-            "applies to AdamW, Adam",
+            "Those with state_dtype: AdamW, Adam, Muon.",
         ),
         (
             ["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"],

@@ -64,11 +64,16 @@ def _list_further_keys(name: str, section: type[KeyedSection]) -> Iterator[Secti
     """The keys of a section under each value of its `KEY`."""
     for value, choice in section.choices().items():
         keys = []
-        for key, hint in type_hints(choice).items():
+        comments: dict[str, str] = {}
+        for base in reversed(choice.__mro__[:-1]):
+            comments |= _read_field_comments(base)
+        for field in dataclasses.fields(choice):
+            hint = type_hints(choice)[field.name]
             notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)]
-            meaning = notes[0] if notes else ""
+            meaning = notes[0] if notes else comments.get(field.name, "")
+            default = section.UNSET or _describe_default(field)
             type_text = _describe_key_type(hint)
-            keys.append(KeyReference(f"{name}.{key}", type_text, section.UNSET, meaning))
+            keys.append(KeyReference(f"{name}.{field.name}", type_text, default, meaning))
         yield SectionReference(name, "", keys, f'{section.KEY} = "{value}"')
 
 

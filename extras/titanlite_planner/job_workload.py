@@ -96,7 +96,7 @@ def _numerics_of(job: Job) -> Numerics:
 
 def _state_bytes_per_element(job: Job) -> float:
     """Mean bytes of optimizer state per parameter element, on whatever device it is."""
-    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
+    optimizer = job.config.optimizer.replace(offload=False)
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
     dtype = job.transforms.param_dtype
     total = optimizer_state_bytes(all_parameter_shapes(job), optimizer, dtype, facts)

@@ -66,7 +66,7 @@ COMPILED = CompileConfig(enable=True)
 def update_parameters(**section) -> None:
     """Two steps of an optimizer with low-memory moments, over matrices and a vector."""
     model = nn.Sequential(nn.Linear(256, 64, bias=False), nn.Linear(64, 128)).bfloat16()
-    optimizer = build_optimizer(model, OptimizerConfig(**section))
+    optimizer = build_optimizer(model, OptimizerConfig.of(**section))
     for _ in range(2):
         model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()

@@ -211,10 +211,10 @@ class Recipe:
 
     @property
     def section(self) -> OptimizerConfig:
-        options = {"name": self.optimizer, "lr": self.lr, "state_dtype": self.state_dtype}
+        options = {"name": self.optimizer, "lr": self.lr}
         if self.state_dtype != "float32":
-            options["implementation"] = "for-loop"
-        return OptimizerConfig(**{**options, **dict(self.options)})
+            options |= {"state_dtype": self.state_dtype, "implementation": "for-loop"}
+        return OptimizerConfig.of(**{**options, **dict(self.options)})
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch

@@ -90,7 +90,7 @@ def build(layout: Layout, name: str) -> TrainState:
 
 
 def optimizer_of(model: nn.Module, name: str) -> OptimizerSet:
-    config = OptimizerConfig(lr=LR, weight_decay=0.1, **OPTIMIZERS[name])
+    config = OptimizerConfig.of(lr=LR, weight_decay=0.1, **OPTIMIZERS[name])
     return build_optimizer(model, config, MatrixFacts(FAMILY, RECIPE.sizes))
 
 

@@ -84,7 +84,7 @@ def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
         layout, recipe, dtype=compute_dtype, param_dtype=param_dtype
     )
     shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
-    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer = build_optimizer(model, OptimizerConfig.of())
     inputs, labels = own_rows(mesh, *batch_at(0, recipe))
     activations, rotary = set(), set()
     for block in model.layers.values():

@@ -51,7 +51,7 @@ def assert_same_weights(actual, expected, dtype: str) -> None:
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "8bit", "4bit", "float8"])
 def test_offloaded_moments_train_like_those_on_the_device(dtype, in_backward):
-    config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
+    config = OptimizerConfig.of(lr=1e-2, state_dtype=dtype)
     expected, on_device = train(config)
     actual, offloaded = train(replace(config, offload=True), in_backward)
     assert_same_weights(actual, expected, dtype)
@@ -69,7 +69,7 @@ def test_offloaded_moments_train_like_those_on_the_device(dtype, in_backward):
 
 @pytest.mark.parametrize("dtype", ["8bit", "4bit", "float8"])
 def test_the_compiled_update_matches_the_eager_update(dtype):
-    config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
+    config = OptimizerConfig.of(lr=1e-2, state_dtype=dtype)
     (fused, _), (eager, _) = train(config), train(replace(config, implementation="for-loop"))
     assert_same_weights(fused, eager, dtype)
 

@@ -49,7 +49,7 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     engine = build_engine(
         sharded, layout, device, local_batch=BATCH // 2, document_end_id=DOCUMENT_END
     )
-    optimizer = build_optimizer(sharded.model, OptimizerConfig(lr=1e-3))
+    optimizer = build_optimizer(sharded.model, OptimizerConfig.of(lr=1e-3))
     judge = StepJudge(GuardConfig(spike="skip"), device)
     state = TrainState(sharded.model, optimizer)
     generator = torch.Generator().manual_seed(0)

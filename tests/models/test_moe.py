@@ -254,10 +254,10 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_job_with_more_active_experts_than_experts_or_an_untrained_router_is_refused(name):
     flavor = next(iter(FAMILIES[name].flavors))
-    config = JobConfig(model=ModelConfig.of(name, flavor=flavor, n_active_experts=17))
+    config = JobConfig(model=ModelConfig.of(name=name, flavor=flavor, n_active_experts=17))
     problems = check_job(config, 1)[1]
     assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
-    single = replace(config, model=ModelConfig.of(name, flavor=flavor, n_active_experts=1))
+    single = replace(config, model=ModelConfig.of(name=name, flavor=flavor, n_active_experts=1))
     untrained = [p for p in check_job(single, 1)[1] if p.keys == ("model.n_active_experts",)]
     assert len(untrained) == (name == "mixtral")
 
@@ -290,7 +290,7 @@ def test_the_default_auxiliary_loss_has_the_gradient_of_transformers(name, flavo
 
 def test_experts_that_are_not_sharded_may_have_a_width_that_tensor_parallel_does_not_divide():
     config = JobConfig(
-        model=ModelConfig.of("mixtral", expert_hidden_dim=33),
+        model=ModelConfig.of(name="mixtral", expert_hidden_dim=33),
         parallelism=ParallelismConfig(tensor_parallel_degree=2, expert_parallel_degree=2),
     )
     keys = {key for problem in check_job(config, 2)[1] for key in problem.keys}
@@ -321,8 +321,8 @@ def test_a_layout_that_splits_quantisation_blocks_of_experts_is_refused(
     name, sizes, degrees, ranks, shard
 ):
     config = JobConfig(
-        model=ModelConfig.of(name, flavor=next(iter(FAMILIES[name].flavors)), **sizes),
-        optimizer=OptimizerConfig(state_dtype="8bit"),
+        model=ModelConfig.of(name=name, flavor=next(iter(FAMILIES[name].flavors)), **sizes),
+        optimizer=OptimizerConfig.of(state_dtype="8bit"),
         parallelism=ParallelismConfig(**{f"{k}_parallel_degree": v for k, v in degrees.items()}),
     )
     found = [str(p) for p in check_job(config, ranks)[1] if "optimizer.state_dtype" in p.keys]

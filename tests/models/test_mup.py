@@ -32,7 +32,7 @@ def lr_factors(base: BaseWidths | None = BASE, changes=None, **section) -> dict[
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizers = build_optimizer(
         model,
-        OptimizerConfig(**section),
+        OptimizerConfig.of(**section),
         MatrixFacts(LLAMA3, SIZES),
         widths=scales(base, **(changes or {})),
     )
@@ -150,10 +150,11 @@ def test_absorbed_multipliers_equal_those_in_the_forward_pass(optimizer, qk_norm
     gains = [reference.norm, *([attention.q_norm] if qk_norm else [])]
     assert all(torch.all(gain.weight == 1) for gain in gains)  # as without muP
 
-    section = {"name": optimizer, "weight_decay": 0.0, "eps": 1e-30}
-    ours = build_optimizer(model, OptimizerConfig(**section), widths=widths)
+    section = {"name": optimizer, "weight_decay": 0.0}
+    section |= {} if optimizer == "SGD" else {"eps": 1e-30}
+    ours = build_optimizer(model, OptimizerConfig.of(**section), widths=widths)
     plain = {name: replace(scale, multiplier=1.0) for name, scale in widths.items()}
-    theirs = build_optimizer(reference, OptimizerConfig(**section), widths=plain)
+    theirs = build_optimizer(reference, OptimizerConfig.of(**section), widths=plain)
     tokens = torch.randint(101, (4, 17), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         logits = [m(tokens[:, :-1]) for m in (model, reference)]

@@ -27,7 +27,7 @@ def training_losses(**section) -> list[float]:
     """Losses of a small Llama that overfits four batches."""
     model = FAMILY.build(SIZES)
     init_weights(model, FAMILY, SIZES, seed=7)
-    config = OptimizerConfig(lr=1e-3, **{"implementation": "for-loop", **section})
+    config = OptimizerConfig.of(lr=1e-3, **{"implementation": "for-loop", **section})
     optimizer = build_optimizer(model, config)
     batches = torch.randint(0, 300, (4, 16, 33), generator=torch.Generator().manual_seed(0))
     losses = []
@@ -67,7 +67,7 @@ BITS = {"float32": 64, "bfloat16": 32, "8bit": 16.5, "4bit": 8.5, "float8": 16.5
 @pytest.mark.parametrize("dtype, bits", BITS.items())
 def test_moments_take_as_many_bytes_as_moment_bytes_returns(dtype, bits):
     model = nn.Linear(256, 64, bias=False)
-    optimizer = build_optimizer(model, OptimizerConfig(state_dtype=dtype, offload=True))
+    optimizer = build_optimizer(model, OptimizerConfig.of(state_dtype=dtype, offload=True))
     state = optimizer.state[model.weight]
     measured = sum(value.nbytes for name, value in state.items() if name != "step")
     assert measured == moment_bytes(model.weight.shape, dtype) == 256 * 64 * bits / 8
@@ -83,11 +83,11 @@ def test_the_update_compiles_once_and_matches_the_eager_update():
     """A new learning rate must not cause a compilation."""
     counters = torch._dynamo.utils.counters["stats"]
     model = nn.Linear(256, 64, bias=False)
-    optimizer = build_optimizer(model, OptimizerConfig(state_dtype="4bit"))
+    optimizer = build_optimizer(model, OptimizerConfig.of(state_dtype="4bit"))
     eager_model = nn.Linear(256, 64, bias=False)
     eager_model.load_state_dict(model.state_dict())
     eager = build_optimizer(
-        eager_model, OptimizerConfig(state_dtype="4bit", implementation="for-loop")
+        eager_model, OptimizerConfig.of(state_dtype="4bit", implementation="for-loop")
     )
     graphs = []
     for step in range(5):
@@ -127,7 +127,7 @@ def test_no_update_is_much_longer_than_the_learning_rate(dtype, outlier):
     update was 53 million learning rates."""
     layer, lr = nn.Linear(256, 64, bias=False), 1e-3
     section = {"state_dtype": dtype, "implementation": "for-loop", "weight_decay": 0.0}
-    optimizer = build_optimizer(layer, OptimizerConfig(lr=lr, **section))
+    optimizer = build_optimizer(layer, OptimizerConfig.of(lr=lr, **section))
     longest = 0.0
     for gradient in rare_rows_with_an_outlier(outlier):
         before, layer.weight.grad = layer.weight.detach().clone(), gradient

@@ -40,7 +40,7 @@ def train(optimizer, parameters) -> list[torch.Tensor]:
 
 def trained(**section) -> list[torch.Tensor]:
     parameters = weights()
-    config = OptimizerConfig(lr=LR, weight_decay=DECAY, **section)
+    config = OptimizerConfig.of(lr=LR, weight_decay=DECAY, **section)
     return train(build_optimizer(nn.ParameterList(parameters), config), parameters)
 
 

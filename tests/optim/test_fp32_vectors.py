@@ -39,7 +39,7 @@ class Layer(nn.Module):
 def train(dtype: torch.dtype, section: dict) -> tuple[Layer, torch.optim.Optimizer]:
     torch.manual_seed(0)
     layer = Layer(dtype)
-    optimizer = build_optimizer(layer, OptimizerConfig(lr=LR, weight_decay=0.0, **section))
+    optimizer = build_optimizer(layer, OptimizerConfig.of(lr=LR, weight_decay=0.0, **section))
     for step in range(STEPS):
         layer.set_gradients(step)
         optimizer.step()
@@ -77,7 +77,7 @@ def test_training_continues_from_replaced_weights(section):
 
 def test_the_optimizer_in_backward_updates_the_copies_too():
     layer = Layer(torch.bfloat16)
-    optimizer = build_optimizer(layer, OptimizerConfig(lr=LR, weight_decay=0.0))
+    optimizer = build_optimizer(layer, OptimizerConfig.of(lr=LR, weight_decay=0.0))
     OptimizerInBackward(layer, optimizer)
     for _ in range(STEPS):
         (layer.norm.weight.sum() + layer.linear.weight.sum()).backward()

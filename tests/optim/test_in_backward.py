@@ -18,7 +18,7 @@ def train(in_backward: bool, **section):
     """(model, optimizer, gradient norms) after three steps with a decreasing learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-    optimizer = build_optimizer(model, OptimizerConfig(**section))
+    optimizer = build_optimizer(model, OptimizerConfig.of(**section))
     early, norms = OptimizerInBackward(model, optimizer) if in_backward else None, []
     for step in range(3):
         optimizer.set_lr(0.1 / (step + 1))

@@ -71,7 +71,7 @@ def test_an_orthogonalized_matrix_is_near_the_polar_factor():
 def build(sizes: Llama3Sizes = SIZES, **section) -> tuple[nn.Module, list]:
     torch.manual_seed(0)
     model = LLAMA3.build(sizes)
-    config = OptimizerConfig(**{"name": "Muon", "lr": 1e-2, **section})
+    config = OptimizerConfig.of(**{"name": "Muon", "lr": 1e-2, **section})
     return model, build_optimizer(model, config, MatrixFacts(LLAMA3, sizes))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from titanlite.optim import (
     clip_gradients,
 )
 from titanlite.optim.checks import check_group_patterns
+from titanlite.optim.recipe import OptimizerKeys
 from titanlite.settings import build_dataclass
 
 
 def test_norms_and_biases_have_no_weight_decay():
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].flavors["debugmodel"])
-    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    optimizer = build_optimizer(model, OptimizerConfig.of(weight_decay=0.3))
     decayed, undecayed = optimizer.param_groups
     assert decayed["weight_decay"] == 0.3 and undecayed["weight_decay"] == 0
     assert all(p.dim() == 1 for p in undecayed["params"])
@@ -41,7 +43,8 @@ def test_every_implementation_makes_the_same_update(name, implementation):
         with torch.no_grad():
             model.weight.copy_(torch.arange(16.0).view(4, 4))
             model.bias.fill_(1)
-        config = OptimizerConfig(name=name, implementation=kind, lr=0.1, momentum=0.5)
+        momentum = {"momentum": 0.5} if name == "SGD" else {}
+        config = OptimizerConfig.of(name=name, implementation=kind, lr=0.1, **momentum)
         optimizer = build_optimizer(model, config)
         for _ in range(3):
             model(torch.ones(2, 4)).square().sum().backward()
@@ -74,12 +77,14 @@ def test_the_norm_of_a_large_gradient_is_exact(dtype):
     assert clip_gradients(parameters, 0.0).total.item() == pytest.approx(exact, rel=3e-7)
 
 
-def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
-    monkeypatch.setitem(
-        OPTIMIZERS,
-        "Rprop",
-        lambda config: OptimizerRecipe(torch.optim.Rprop, {"lr": config.lr}),
-    )
+@dataclass(frozen=True)
+class RpropKeys(OptimizerKeys):
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        return OptimizerRecipe(torch.optim.Rprop, {"lr": lr})
+
+
+def test_a_new_optimizer_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "Rprop", RpropKeys)
     config, errors = build_dataclass(OptimizerConfig, {"name": "Rprop", "weight_decay": 0.0})
     assert not errors
     model = nn.RMSNorm(4, dtype=torch.bfloat16)  # with a float32 copy, as every optimizer
@@ -90,41 +95,26 @@ def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
     assert optimizer.state[model.weight]["float32"].dtype == torch.float32
 
 
-def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "Rprop", lambda config: OptimizerRecipe(torch.optim.Rprop, {}))
-    config = OptimizerConfig(name="Rprop", state_dtype="8bit", offload=True)
-    assert [str(error) for error in check_optimizer_config(config, "float32")] == [
-        'optimizer.state_dtype = "8bit": applies to AdamW, Adam and Muon only; optimizer.name is'
-        " Rprop. Remove optimizer.state_dtype, or use AdamW.",
-        "optimizer.offload = true: applies to AdamW and Adam only; optimizer.name is Rprop."
-        " Remove optimizer.offload, or use AdamW.",
-    ]
-
-
 GROUP = {"match": ["output.*"]}
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"momentum": 0.9}, "optimizer.momentum = 0.9: applies to SGD only"),
         (
-            {"name": "Lion", "eps": 1e-6},
-            "optimizer.eps = 1e-06: applies to AdamW, Adam",
+            {"momentum": 0.9},
+            'momentum = 0.9: is not a key of name = "AdamW". Remove it; this name has beta1, beta2,'
+            " eps, implementation, early_step_in_backward, state_dtype, offload."
+            " Those with momentum: SGD.",
         ),
-        ({"clip_threshold": 2.0}, "clip_threshold = 2.0: applies to Adafactor only"),
-        ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
+        ({"name": "Lion", "eps": 1e-6}, "Those with eps: AdamW, Adam, Muon, SOAP."),
         (
             {"name": "Adafactor", "early_step_in_backward": True},
-            "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
+            "Those with early_step_in_backward: AdamW, Adam, SGD, Lion.",
         ),
-        (
-            {"name": "Muon", "early_step_in_backward": True},
-            "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
-        ),
-        ({"name": "Muon", "offload": True}, "offload = true: applies to AdamW and Adam only"),
-        ({"muon_per_head": True}, "muon_per_head = true: applies to Muon only"),
-        ({"name": "Muon", "momentum": 0.9}, "momentum = 0.9: applies to SGD only"),
+        ({"name": "Muon", "offload": True}, "Those with offload: AdamW, Adam."),
+        ({"name": "Muon", "momentum": 0.9}, "Those with momentum: SGD."),
+        ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
         (
             {"name": "Muon", "state_dtype": "8bit"},
             'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 or',
@@ -135,34 +125,33 @@ GROUP = {"match": ["output.*"]}
         ),
         (
             {"early_step_in_backward": True, "groups": [{**GROUP, "name": "Adafactor"}]},
-            "optimizer.name is AdamW and Adafactor",
+            "early_step_in_backward = true: optimizer.groups[0].name is Adafactor",
         ),
         (
             {"groups": [{**GROUP, "momentum": 0.0}]},
-            "optimizer.groups[0].momentum = 0.0: applies to SGD only",
+            "optimizer.groups[0].momentum = 0.0: AdamW has no such key. Remove it.",
         ),
         (
             {"name": "SGD", "momentum": 0.9, "groups": [{**GROUP, "name": "Lion", "eps": 1e-6}]},
-            "optimizer.groups[0].eps = 1e-06: applies to AdamW, Adam",
+            "optimizer.groups[0].eps = 1e-06: Lion has no such key.",
         ),
     ],
     ids=str,
 )
-def test_a_setting_that_the_optimizer_does_not_use_is_refused(section, message):
+def test_a_setting_that_the_optimizer_does_not_have_is_refused(section, message):
     config, errors = build_dataclass(OptimizerConfig, section)
-    assert not errors
-    (error,) = check_optimizer_config(config, "float32")
+    (error,) = [*errors, *check_optimizer_config(config, "float32")]
     assert message in str(error)
 
 
-def test_a_setting_that_only_a_group_uses_is_accepted():
-    groups = [ParameterGroupConfig(match=["output.*"], name="SGD")]
-    assert not list(check_optimizer_config(OptimizerConfig(momentum=0.9, groups=groups), "float32"))
-    lion = OptimizerConfig(name="Lion", state_dtype="8bit", groups=groups)
-    assert len(list(check_optimizer_config(lion, "float32"))) == 1
-    adam = [ParameterGroupConfig(match=["output.*"], name="AdamW")]
-    lion = OptimizerConfig(name="Lion", state_dtype="8bit", groups=adam)
-    assert not list(check_optimizer_config(lion, "float32"))
+def test_a_group_with_another_optimizer_takes_the_keys_that_both_have():
+    groups = [ParameterGroupConfig(match=["output.*"], name="Lion", beta2=0.98)]
+    config = OptimizerConfig.of(beta1=0.8, eps=1e-6, state_dtype="8bit", groups=groups)
+    assert not list(check_optimizer_config(config, "float32"))
+    lion = config.of_parameter("output.weight")
+    assert (lion.name, lion.beta1, lion.beta2) == ("Lion", 0.8, 0.98)
+    assert lion.state_dtype == "float32" and not hasattr(lion, "eps")
+    assert config.of_parameter("norm.weight").state_dtype == "8bit"
 
 
 @pytest.mark.parametrize(

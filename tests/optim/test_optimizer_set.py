@@ -32,7 +32,7 @@ CASES = [
 def build(dtype=torch.float32, **section):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 32)).to(dtype)
-    return model, build_optimizer(model, OptimizerConfig(**section))
+    return model, build_optimizer(model, OptimizerConfig.of(**section))
 
 
 def take_step(model, optimizers, accept: bool | None, bad: float | None = None) -> None:

@@ -104,7 +104,7 @@ def test_a_group_has_its_own_schedule_factor_and_weight_decay():
             ["0.bias"], weight_decay=0.3, weight_decay_type="linear", final_weight_decay_factor=2.0
         ),
     ]
-    config = OptimizerConfig(groups=groups, lr=0.01, weight_decay=0.1)
+    config = OptimizerConfig.of(groups=groups, lr=0.01, weight_decay=0.1)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     section = {"warmup_steps": 10, "weight_decay_type": "linear", "final_weight_decay_factor": 0.0}
     optimizers = build_optimizer(model, config, schedule=schedule(**section))

@@ -117,7 +117,7 @@ def test_the_local_shard_of_a_float8_weight_is_found_without_reading_its_scale()
 
 def test_an_update_of_low_memory_adam_does_not_read_the_scales_of_float8_weights():
     layer = float8_layer(scale=torch.empty((), device="meta"))  # has no value to read
-    config = OptimizerConfig(state_dtype="8bit", implementation="for-loop")
+    config = OptimizerConfig.of(state_dtype="8bit", implementation="for-loop")
     optimizer = build_optimizer(layer, config)
     before = local_shard(layer.weight).clone()
     layer.weight.grad = torch.ones(64, 128)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +28,6 @@ from titanlite.optim import (
     whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
-from titanlite.optim.build import recipe_of
 from titanlite.optim.checks import check_group_patterns
 from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize import ModelTransforms
@@ -241,9 +239,9 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
             keys=("mup.base", "model.initialization"),
         )
     optimizer = config.optimizer
-    groups = (dataclasses.replace(optimizer, **group.overrides()) for group in optimizer.groups)
+    groups = (optimizer.replace(**group.overrides()) for group in optimizer.groups)
     sections = [optimizer, *groups]
-    rules = [(section.name, recipe_of(section).mup_rule) for section in sections]
+    rules = [(section.name, section.recipe.mup_rule) for section in sections]
     adam_decay = max((s.weight_decay for s in sections if s.name == "Adam"), default=0.0)
     yield from check_mup_optimizers(rules, adam_decay, config.training.max_norm)
 

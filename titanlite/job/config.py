@@ -62,7 +62,7 @@ class JobConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig.of)
     mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

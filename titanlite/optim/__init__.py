@@ -5,12 +5,9 @@ from __future__ import annotations
 from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import (
-    OPTIMIZERS,
-    OptimizerConfig,
     build_optimizer,
     optimizer_state_bytes,
     owner_flops,
-    settings_of,
     whole_matrix_bytes,
 )
 from titanlite.optim.checks import (
@@ -20,7 +17,7 @@ from titanlite.optim.checks import (
 )
 from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
 from titanlite.optim.conditional import ConditionalOptimizer
-from titanlite.optim.groups import ParameterGroupConfig
+from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -69,7 +66,6 @@ __all__ = [
     "moment_format",
     "optimizer_state_bytes",
     "owner_flops",
-    "settings_of",
     "shard_norms",
     "whole_matrix_bytes",
     "whole_matrix_optimizers",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,45 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.conditional import ConditionalBase
+from titanlite.optim.mup import elementwise_update
+from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe
 from titanlite.optim.shards import sharded_zeros, write_if
+from titanlite.settings import Range
 
 SQUARE_EPS = 1e-30  # epsilon_1 of the paper, added to the squares of the gradient
 MIN_WEIGHT_RMS = 1e-3  # epsilon_2 of the paper, so that weights can leave 0
 
 
-def adafactor_state_bytes(shape: torch.Size, param_bytes: int) -> float:
+@dataclass(frozen=True)
+class AdafactorKeys(OptimizerKeys):
+    """Adafactor's keys of [optimizer]."""
+
+    beta2_decay: Annotated[float, Range(-1, -0.1)] = -0.8
+    # exponent c of the decay rate 1 - t^c of the second moment at step t
+    clip_threshold: Annotated[float, Range(0.01)] = 1.0
+    # largest RMS of a parameter's update, as a factor of the learning rate
+    scale_parameter: bool = True
+    # multiply the learning rate by the RMS of the parameter (at least 0.001)
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        options = {
+            "lr": lr,
+            "beta2_decay": self.beta2_decay,
+            "clip_threshold": self.clip_threshold,
+            "scale_parameter": self.scale_parameter,
+        }
+        return OptimizerRecipe(
+            Adafactor,
+            options,
+            state_bytes=_state_bytes,
+            # With the scale, the update depends on max(RMS of the parameter, 0.001). The initial
+            # RMS of a wide model is below 0.001, so no muP rule holds.
+            mup_rule=None if self.scale_parameter else elementwise_update,
+        )
+
+
+def _state_bytes(shape: torch.Size, param_bytes: int) -> float:
     """Bytes of the state of a parameter, which is fp32 for every dtype of the parameters."""
     return 4 * (sum(shape) if _is_factored(shape) else shape.numel())
 

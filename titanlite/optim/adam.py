@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,81 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.host_memory import pin_in_place
 from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.mup import elementwise_update
+from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe
 from titanlite.optim.shards import sharded_zeros, write_if
+from titanlite.settings import Fraction, Range
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
 MAX_BLOCK, MIN_BLOCK = 128, 32  # elements that share one scale
 CODE_BITS = {"8bit": 8, "4bit": 4, "float8": 8}
 UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class AdamRuleKeys(OptimizerKeys):
+    """Adam's rule, which also updates what Muon and SOAP leave."""
+
+    beta1: Fraction = 0.9  # decay rate of the first moment
+    beta2: Fraction = 0.95  # decay rate of the second moment; SOAP: and of its statistics
+    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of the second moment
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
+    # everything
+
+
+@dataclass(frozen=True)
+class AdamWKeys(AdamRuleKeys):
+    """AdamW's keys of [optimizer]."""
+
+    early_step_in_backward: bool = False
+    # update each parameter in backward, as soon as its gradient is complete, and free the gradient
+    state_dtype: StateDtype = "float32"
+    # dtype of the moments; float32: same as training.dtype; 8bit, 4bit and float8: one scale per
+    # block of up to 128 elements of a row, and float32 for vectors and for rows whose length is not
+    # a multiple of 32
+    offload: bool = False
+    # store the moments in host memory; every step copies them to the GPU and back
+
+    decoupled: ClassVar[bool] = True  # weight decay: AdamW's, not Adam's
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        options: dict[str, Any] = {"lr": lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
+        foreach, fused = self.implementation == "foreach", self.implementation == "fused"
+        if self.state_dtype != "float32" or self.offload:
+            moments = MomentOptions(self.state_dtype, self.offload, compiled=fused)
+            optimizer_class: type[torch.optim.Optimizer] = LowMemoryAdam
+            options |= {"decoupled": self.decoupled, "moments": moments}
+        elif fused:
+            optimizer_class = ConditionalAdamW if self.decoupled else ConditionalAdam
+            options |= {"fused": True}
+        else:
+            optimizer_class = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+            options |= {"foreach": foreach, "fused": False}
+        return OptimizerRecipe(
+            optimizer_class,
+            options,
+            state_bytes=partial(_state_bytes, self.state_dtype, self.offload),
+            moment_rates=("beta1", "beta2"),
+            mup_rule=elementwise_update,
+        )
+
+
+@dataclass(frozen=True)
+class AdamKeys(AdamWKeys):
+    """Adam's keys of [optimizer]."""
+
+    decoupled: ClassVar[bool] = False
+
+
+def _state_bytes(dtype: StateDtype, offload: bool, shape: torch.Size, param_bytes: int) -> float:
+    if offload:
+        return 0.0
+    if dtype == "float32":  # as the weights
+        return 2 * shape.numel() * param_bytes
+    return moment_bytes(shape, dtype)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from titanlite.distributed.collectives import local_shard, reduce_partial
-from titanlite.optim.groups import matches_any
+from titanlite.optim.recipe import matches_any
 
 
 @dataclass(frozen=True)

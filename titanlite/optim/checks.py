@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,40 +13,38 @@ import torch
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.adam import UNQUANTIZED
-from titanlite.optim.build import OPTIMIZERS, OptimizerConfig, recipe_of
-from titanlite.optim.groups import ParameterGroupConfig, matches_any
+from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
+from titanlite.optim.recipe import matches_any
 from titanlite.settings import format_value
-
-# Keys that every optimizer uses; the recipe of an optimizer lists the others that it uses.
-COMMON_KEYS = ("name", "lr", "weight_decay", "no_decay", "groups")
-NEEDED_BY_ALL = ("early_step_in_backward",)  # keys that every optimizer of a job must use
 
 
 def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject settings without an effect, and moments whose decay bfloat16 would round away.
+    """Reject keys that the optimizer of a group does not have, and states that cannot work.
 
     `param_dtype`: training.dtype.
     """
-    sections = list(_sections(config))
-    for section in sections:
+    for section in _sections(config):
         yield from _check_moment_rates(section, param_dtype)
         yield from _check_nesterov(section)
         yield from _check_muon_state(section)
-        if section.is_group:
-            yield from _check_unused_keys(section, section.own_keys, [section])
-    base = sections[0]
-    for key in base.own_keys:
-        # Groups that set the key themselves do not take it from [optimizer].
-        users = [s for s in sections if key not in s.own_keys or not s.is_group]
-        yield from _check_unused_keys(base, [key], users)
+        yield from _check_group_keys(section)
+        if config.early_step_in_backward and not section.has("early_step_in_backward"):
+            yield ConfigError(
+                f"optimizer.early_step_in_backward = true: {section.key('name')} is"
+                f" {section.config.name}, which needs all gradients at the end of backward.",
+                fix="Remove optimizer.early_step_in_backward, or use"
+                f" {_having('early_step_in_backward')}.",
+                keys=("optimizer.early_step_in_backward", section.key_in_toml("name")),
+            )
     if config.low_memory and config.implementation == "foreach":
-        keys = tuple(k for k in ("state_dtype", "offload") if k in base.own_keys)
-        stated = " and ".join(f"{key} = {format_value(getattr(config, key))}" for key in keys)
+        values = {"state_dtype": config.state_dtype, "offload": config.offload}
+        stated = {k: value for k, value in values.items() if value not in ("float32", False)}
+        text = " and ".join(f"{key} = {format_value(value)}" for key, value in stated.items())
         yield ConfigError(
-            f"optimizer.{stated}: updates one parameter at a time, which optimizer.implementation ="
+            f"optimizer.{text}: updates one parameter at a time, which optimizer.implementation ="
             ' "foreach" does not.',
             fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
-            keys=(*(f"optimizer.{key}" for key in keys), "optimizer.implementation"),
+            keys=(*(f"optimizer.{key}" for key in stated), "optimizer.implementation"),
         )
 
 
@@ -53,15 +52,16 @@ class _Section(NamedTuple):
     """[optimizer], or the settings of one of its groups."""
 
     config: OptimizerConfig
-    own_keys: list[str]  # those that it sets; of [optimizer], those that are not the default
+    own_keys: Mapping[str, Any] = MappingProxyType({})  # of a group: those that it sets
     group: int | None = None  # index in optimizer.groups
 
     @property
     def is_group(self) -> bool:
         return self.group is not None
 
-    def uses(self, key: str) -> bool:
-        return key in COMMON_KEYS or key in recipe_of(self.config).uses
+    def has(self, key: str) -> bool:
+        """Whether the optimizer has a key."""
+        return any(field.name == key for field in dataclasses.fields(self.config))
 
     def key(self, name: str) -> str:
         """A key as users write it in an error."""
@@ -74,47 +74,33 @@ class _Section(NamedTuple):
 
 def _sections(config: OptimizerConfig) -> Iterator[_Section]:
     """[optimizer], then the settings of each of its groups."""
-    default = OptimizerConfig()
-    names = [field.name for field in dataclasses.fields(config)]
-    yield _Section(config, [n for n in names if getattr(config, n) != getattr(default, n)])
+    yield _Section(config)
     for index, group in enumerate(config.groups):
-        overrides: dict[str, Any] = group.overrides()
-        yield _Section(dataclasses.replace(config, **overrides), list(overrides), index)
+        overrides = group.overrides()
+        yield _Section(config.replace(**overrides), overrides, index)
 
 
-def _check_unused_keys(
-    section: _Section, keys: Iterable[str], users: list[_Section]
-) -> Iterator[ConfigError]:
-    """Reject keys of `section` that no optimizer uses.
-
-    `users`: the sections that have these keys. All must use those of `NEEDED_BY_ALL`.
-    """
-    for key in keys:
-        combine = all if key in NEEDED_BY_ALL else any
-        if combine(user.uses(key) for user in users):
-            continue
-        optimizers = dict.fromkeys(user.config.name for user in users)
-        supporting = [n for n in OPTIMIZERS if _supports(section.config, n, key)]
-        yield ConfigError(
-            f"{section.key(key)} = {format_value(getattr(section.config, key))}: applies to"
-            f" {_and(supporting)} only; {section.key('name')} is {_and(optimizers)}.",
-            fix=f"Remove {section.key(key)}, or use {supporting[0]}.",
-            keys=tuple(dict.fromkeys((section.key_in_toml(key), section.key_in_toml("name")))),
-        )
+def _having(key: str) -> str:
+    """The optimizers that have a key."""
+    names = {name: [f.name for f in dataclasses.fields(keys)] for name, keys in OPTIMIZERS.items()}
+    return ", ".join(name for name, keys in names.items() if key in keys)
 
 
-def _supports(config: OptimizerConfig, name: str, key: str) -> bool:
-    return key in recipe_of(dataclasses.replace(config, name=name)).uses
-
-
-def _and(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
+def _check_group_keys(section: _Section) -> Iterator[ConfigError]:
+    """Reject keys of a group that its optimizer does not have; the reader knows no groups."""
+    for key, value in section.own_keys.items():
+        if not section.has(key):
+            yield ConfigError(
+                f"{section.key(key)} = {format_value(value)}: {section.config.name} has no such"
+                " key.",
+                fix=f"Remove it. Those with {key}: {_having(key)}.",
+                keys=("optimizer.groups",),
+            )
 
 
 def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
     config = section.config
-    if config.nesterov and not config.momentum and section.uses("nesterov"):
+    if section.has("nesterov") and config.nesterov and not config.momentum:  # type: ignore[attr-defined]
         yield ConfigError(
             f"{section.key('nesterov')} = true: {section.key('momentum')} is 0, so there is no"
             " momentum to look ahead by.",
@@ -157,7 +143,7 @@ def _similar_names(pattern: str, names: Collection[str]) -> str:
 def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
     """Names of the optimizers of a job whose update needs whole matrices: Muon and SOAP."""
     configs = [section.config for section in _sections(config)]
-    return list(dict.fromkeys(c.name for c in configs if recipe_of(c).hidden_only))
+    return list(dict.fromkeys(c.name for c in configs if c.recipe.hidden_only))
 
 
 def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
@@ -176,16 +162,15 @@ def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
 def _check_moment_rates(section: _Section, param_dtype: str) -> Iterator[ConfigError]:
     """Reject decay rates so near to 1 that bfloat16 rounds away a moment's change per step."""
     config = section.config
-    state_dtype = config.state_dtype if section.uses("state_dtype") else "float32"
-    follows_params = state_dtype == "float32" and param_dtype == "bfloat16"
-    if not follows_params and state_dtype != "bfloat16":
+    follows_params = config.state_dtype == "float32" and param_dtype == "bfloat16"
+    if not follows_params and config.state_dtype != "bfloat16":
         return
     source = "training.dtype" if follows_params else "optimizer.state_dtype"
     alternative = 'training.dtype = "float32".'
-    if section.uses("state_dtype"):
+    if section.has("state_dtype"):
         alternative = 'optimizer.state_dtype = "8bit", whose scales are float32.'
     highest = 1 - torch.finfo(torch.bfloat16).eps / 2
-    for key in recipe_of(config).moment_rates:
+    for key in config.recipe.moment_rates:
         is_own = not section.is_group or {key, "name"} & set(section.own_keys)
         if is_own and (rate := getattr(config, key)) > highest:
             yield ConfigError(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.mup import elementwise_update, gradient_update
+from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe, no_state, one_moment
 from titanlite.optim.shards import sharded_zeros, write_if
+from titanlite.settings import Fraction
 
 
 class ElementwiseOptimizer(ConditionalBase):
@@ -65,6 +69,54 @@ class ElementwiseOptimizer(ConditionalBase):
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
     ) -> list[Tensor]:
         """The new weights, then the new moments; the arguments do not change."""
+
+
+@dataclass(frozen=True)
+class ElementwiseKeys(OptimizerKeys):
+    """What all these optimizers can do."""
+
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    # foreach: one kernel per operation; for-loop and fused: one per operation per parameter
+    early_step_in_backward: bool = False
+    # update each parameter in backward, as soon as its gradient is complete, and free the gradient
+
+
+@dataclass(frozen=True)
+class SGDKeys(ElementwiseKeys):
+    """SGD's keys of [optimizer]."""
+
+    momentum: Fraction = 0.0
+    nesterov: bool = False  # look ahead by one step of the momentum
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        options = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov}
+        return OptimizerRecipe(
+            SGD,
+            {**options, "foreach": self.implementation == "foreach"},
+            state_bytes=one_moment if self.momentum else no_state,
+            moment_rates=("momentum",),
+            mup_rule=gradient_update,
+        )
+
+
+@dataclass(frozen=True)
+class LionKeys(ElementwiseKeys):
+    """Lion's keys of [optimizer]."""
+
+    beta1: Fraction = 0.9  # weight of the moment in the update
+    beta2: Fraction = 0.95  # decay rate of the moment
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        options = {"lr": lr, "betas": (self.beta1, self.beta2)}
+        return OptimizerRecipe(
+            Lion,
+            {**options, "foreach": self.implementation == "foreach"},
+            state_bytes=one_moment,
+            moment_rates=("beta2",),
+            mup_rule=elementwise_update,
+        )
 
 
 class SGD(ElementwiseOptimizer):

@@ -5,11 +5,15 @@ The gradient is then freed, so only one FSDP group has gradients at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.clip import GradNorms, combine_norms, shard_norms
-from titanlite.optim.groups import only_group
 from titanlite.optim.optimizer_set import OptimizerSet
 
 
@@ -44,7 +48,7 @@ class OptimizerInBackward:
         optimizer, group = self._optimizer_and_group_of[parameter]
         with (
             self._update_norms.around([parameter]),
-            only_group(optimizer, {**group, "params": [parameter]}),
+            _only_group(optimizer, {**group, "params": [parameter]}),
         ):
             optimizer.step()
         parameter.grad = None
@@ -53,3 +57,14 @@ class OptimizerInBackward:
         """The gradient norms of the step that the last backward has taken."""
         norms, self._norms = self._norms, {}
         return combine_norms(self._parameters, [norms.get(p) for p in self._parameters], mesh)
+
+
+@contextmanager
+def _only_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[None]:
+    """Let the optimizer have only this group inside the block."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group]
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
+from titanlite.optim.adam import AdamRuleKeys, StateDtype
 from titanlite.optim.conditional import OverlappingBase
+from titanlite.optim.mup import orthogonal_update
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
+from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe, one_moment
 from titanlite.optim.shards import sharded_zeros, write_if
+from titanlite.settings import Fraction
 
 # The polynomials a x + b x^3 + c x^5 of Polar Express (https://arxiv.org/abs/2505.16932), applied
 # to the singular values one after the other. Together they map [0.001, 1] close to 1: the largest
@@ -73,6 +78,41 @@ HEAD_ROWS = "head_rows"  # keys in a parameter group: see `Muon`
 COMPUTE_DTYPE = "compute_dtype"
 MOMENTUM = "momentum_buffer"  # key in the state
 UPDATE_RMS = 0.2  # of the elements of an update, as AdamW's (Moonlight, section 2.2)
+
+
+@dataclass(frozen=True)
+class MuonKeys(AdamRuleKeys):
+    """Muon's keys of [optimizer], and those of AdamW for the other parameters."""
+
+    muon_momentum: Fraction = 0.95  # decay rate of the momentum
+    muon_per_head: bool = False
+    # orthogonalize the rows of each head of the query, key and value projections separately
+    state_dtype: StateDtype = "float32"
+    # dtype of the momentum, and of AdamW's moments: float32, same as training.dtype; or bfloat16
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else None
+
+        def parameter_options(name: str, facts: MatrixFacts) -> dict[str, Any]:
+            rows = facts.head_rows(name) if self.muon_per_head else 0
+            return {HEAD_ROWS: rows, COMPUTE_DTYPE: facts.compute_dtype}
+
+        return OptimizerRecipe(
+            Muon,
+            {"lr": lr, "momentum": self.muon_momentum, "state_dtype": dtype},
+            state_bytes=one_moment if dtype is None else _one_bfloat16_moment,
+            moment_rates=("muon_momentum",),
+            hidden_only=True,
+            parameter_options=parameter_options,
+            # No muP rule per head: the rows of a head do not grow with the width, those of the
+            # whole matrix do.
+            mup_rule=None if self.muon_per_head else orthogonal_update,
+        )
+
+
+def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
+    return 2 * shape.numel()
 
 
 class Muon(OverlappingBase):

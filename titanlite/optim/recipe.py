@@ -1,16 +1,21 @@
-"""The recipe of an optimizer, an entry of the table, and facts of the matrices that it is for."""
+"""What an optimizer declares: its keys of [optimizer], and a recipe that says how it is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from titanlite.models import ModelSizes, ModelSpec
-from titanlite.optim.groups import matches_any
 from titanlite.optim.mup import MupRule
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns matches a parameter name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,22 @@ def _two_moments(shape: torch.Size, param_bytes: int) -> float:
     return 2 * shape.numel() * param_bytes
 
 
+def no_state(shape: torch.Size, param_bytes: int) -> float:
+    """State bytes of an optimizer without state."""
+    return 0.0
+
+
+def one_moment(shape: torch.Size, param_bytes: int) -> float:
+    """State bytes of one moment in the dtype of the parameter."""
+    return shape.numel() * param_bytes
+
+
 @dataclass(frozen=True)
 class OptimizerRecipe:
     """An optimizer class with its arguments, and the facts that checks and estimates need."""
 
     optimizer_class: type[torch.optim.Optimizer]
     options: dict[str, Any]  # arguments other than the parameter groups
-    uses: tuple[str, ...] = field(default=(), compare=False)
-    # keys of [optimizer] that it uses, besides the learning rate and the weight decay; others are
-    # refused if they are set. "early_step_in_backward" is one of them if the optimizer updates each
-    # parameter by itself, without communication
     state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
     owner_flops: Callable[[torch.Size], float] | None = field(default=None, compare=False)
     # if the rank that owns a matrix has all of its state: FLOPs of its update, by its shape
@@ -62,3 +73,16 @@ class OptimizerRecipe:
     # keys of the parameter group of one parameter, by its name
     mup_rule: MupRule | None = field(default=None, compare=False)
     # how muP scales the learning rate; None: refused with muP
+
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    """The keys of [optimizer] that one optimizer has; a frozen dataclass inherits from it.
+
+    An optimizer that updates each parameter by itself, without communication, has the key
+    `early_step_in_backward`. A group of parameters may set what `ParameterGroupConfig` lists.
+    """
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """How the optimizer is built; `lr`: the peak learning rate."""
+        raise NotImplementedError

@@ -12,6 +12,7 @@ Every matrix is updated by the rank that owns it, which has all of its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +20,43 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
+from titanlite.optim.adam import AdamRuleKeys
 from titanlite.optim.conditional import OverlappingBase
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
+from titanlite.optim.recipe import OptimizerRecipe
 from titanlite.optim.shards import write_if
+from titanlite.settings import Positive
 
 
-def soap_state_bytes(shape: torch.Size, param_bytes: int) -> float:
+@dataclass(frozen=True)
+class SOAPKeys(AdamRuleKeys):
+    """SOAP's keys of [optimizer], and those of AdamW for the other parameters."""
+
+    precondition_frequency: Positive = 10  # steps between two updates of the eigenbasis
+
+    def build_recipe(self, lr: float) -> OptimizerRecipe:
+        """See `OptimizerKeys`."""
+        options = {
+            "lr": lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "precondition_frequency": self.precondition_frequency,
+        }
+        return OptimizerRecipe(
+            SOAP,
+            options,
+            state_bytes=_state_bytes,
+            owner_flops=_flops,
+            hidden_only=True,
+        )
+
+
+def _state_bytes(shape: torch.Size, param_bytes: int) -> float:
     """Bytes of the state of a matrix: moments in fp32, statistics and eigenbasis in fp64."""
     return 4 * 2 * shape.numel() + 8 * 2 * min(shape) ** 2
 
 
-def soap_flops(shape: torch.Size) -> float:
+def _flops(shape: torch.Size) -> float:
     """FLOPs of one update, without the QR decompositions."""
     # the statistics; gradient and moment into the eigenbasis, and the update back
     return 4 * 2 * shape.numel() * min(shape)
@@ -62,7 +89,7 @@ class SOAP(OverlappingBase):
                 by_mesh.setdefault(mesh, []).append(_SoapParameter(parameter, number))
         for members in by_mesh.values():
             parameters = [member.parameter for member in members]
-            matrices = OwnedMatrices(parameters, [soap_flops(p.shape) for p in parameters])
+            matrices = OwnedMatrices(parameters, [_flops(p.shape) for p in parameters])
             self._owned.append(_SoapMatrices(members, matrices))
             for index, parameter in enumerate(parameters):
                 self.state[parameter] = {"step": torch.tensor(0.0)}

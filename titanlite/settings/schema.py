@@ -67,11 +67,13 @@ class KeyedSection:
     """A section with further keys, which depend on the value of its key `KEY`.
 
     A frozen dataclass inherits from it. `choices` maps each value to a dataclass, whose fields are
-    the further keys under that value; a key that is not set is None.
+    the further keys under that value.
     """
 
     KEY: ClassVar[str]
-    UNSET: ClassVar[str] = "none"  # what a further key has if it is not set, for users
+    UNSET: ClassVar[str | None] = None
+    # what a further key that is not set means, for users: the key is None; without it, the key has
+    # the default of its field
 
     @classmethod
     def choices(cls) -> Mapping[str, type]:
@@ -80,22 +82,37 @@ class KeyedSection:
     @classmethod
     def schema_for(cls, value: Any) -> type:
         """The section with the further keys under `value`; without any, if it is no choice."""
+        base: Any = _base_of(cls)
         further = cls.choices().get(value) if isinstance(value, str) else None
-        return _extend(cls, further) if further else cls  # type: ignore[arg-type]  # hashable
+        return _extend(base, further) if further else base
 
     @classmethod
-    def of(cls, value: str, **keys: Any) -> Any:
-        """The section with a value of `KEY` and other keys."""
-        return cls.schema_for(value)(**{cls.KEY: value, **keys})
+    def of(cls, **keys: Any) -> Any:
+        """The section with these keys."""
+        return cls.schema_for(keys.get(cls.KEY, getattr(cls, cls.KEY)))(**keys)
+
+    def replace(self, **keys: Any) -> Any:
+        """The section with other values; another choice keeps those of the keys that it has."""
+        schema = self.schema_for(keys.get(self.KEY, getattr(self, self.KEY)))
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
+        known = {k: v for k, v in {**own, **keys}.items() if k in type_hints(schema)}
+        return schema(**known)
 
     def __reduce__(self) -> tuple:  # pickle does not find a class that `_extend` made
-        base = next(c for c in type(self).__mro__ if KeyedSection in c.__bases__)
         keys = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
-        return _rebuild, (base, keys)
+        return _rebuild, (_base_of(type(self)), keys)
+
+
+def _base_of(section: type[KeyedSection]) -> type[KeyedSection]:
+    """The section without further keys."""
+    return next(c for c in section.__mro__ if KeyedSection in c.__bases__)
 
 
 @cache
 def _extend(section: type[KeyedSection], further: type) -> type:
+    if section.UNSET is None:
+        bases = (further, section)  # in this order: a key may hide a constant of the section
+        return dataclasses.make_dataclass(section.__name__, [], bases=bases, frozen=True)
     hints = type_hints(further)
     keys = [
         (field.name, hints[field.name] | None, dataclasses.field(default=None))
@@ -105,7 +122,7 @@ def _extend(section: type[KeyedSection], further: type) -> type:
 
 
 def _rebuild(section: type[KeyedSection], keys: dict[str, Any]) -> Any:
-    return section.of(keys.pop(section.KEY), **keys)
+    return section.of(**keys)
 
 
 @cache

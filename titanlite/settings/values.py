@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 from titanlite.errors import ConfigError
@@ -74,15 +74,13 @@ class DataclassBuilder:
 
     def build(self, schema: type, table: dict[str, Any], prefix: str = "") -> Any:
         """Build one section; `prefix` is its name with a dot, or ""."""
-        base = schema
         if issubclass(schema, KeyedSection):
             schema = schema.schema_for(_chosen(schema, table))
         hints, values = type_hints(schema), {}
         for name, given in table.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                problem = self._key_of_another_choice(key, given, base, table)
-                self.problems.append(problem or self._unknown_key(key, given, prefix, hints))
+                self.problems += self._find_key(prefix, name, schema, table)
                 continue
             hint = hints[name]
             if dataclasses.is_dataclass(hint):
@@ -105,19 +103,20 @@ class DataclassBuilder:
                 values[field.name] = None
         return schema(**values)
 
-    def _key_of_another_choice(
-        self, key: str, given: Any, section: type, table: dict[str, Any]
-    ) -> ConfigError | None:
-        """The error for a key that the section has, but under another value of its `KEY`."""
-        prefix, _, name = key.rpartition(".")
-        if not issubclass(section, KeyedSection):
-            return None
-        choices, value = section.choices(), _chosen(section, table)
+    def _find_key(
+        self, prefix: str, name: str, section: type, table: dict[str, Any]
+    ) -> Iterator[ConfigError]:
+        """The error for a key that a section does not have, or only under another `KEY`."""
+        key, given = f"{prefix}{name}", table[name]
+        choices = section.choices() if issubclass(section, KeyedSection) else {}
         having = [choice for choice, further in choices.items() if name in type_hints(further)]
-        if not having or value not in choices:
-            return None
-        chooser = f"{prefix}.{section.KEY}".lstrip(".")
-        return ConfigError(
+        if not issubclass(section, KeyedSection) or not having:
+            yield self._unknown_key(key, given, prefix, type_hints(section))
+            return
+        value, chooser = _chosen(section, table), f"{prefix}{section.KEY}"
+        if value not in choices:  # which is the problem that users see
+            return
+        yield ConfigError(
             f'{key} = {format_value(given)}: is not a key of {chooser} = "{value}".',
             fix=f"Remove it; this {section.KEY} has {', '.join(type_hints(choices[value]))}."
             f" Those with {name}: {', '.join(having)}.",
@@ -157,8 +156,7 @@ class DataclassBuilder:
 
 def _chosen(section: type[KeyedSection], table: dict[str, Any]) -> Any:
     """The value of the key of a section that decides about further keys."""
-    default = next(f.default for f in dataclasses.fields(section) if f.name == section.KEY)  # type: ignore[arg-type]
-    value = table.get(section.KEY, default)
+    value = table.get(section.KEY, getattr(section, section.KEY))
     return value.text if isinstance(value, CommandLineText) else value
 
 

@@ -168,7 +168,7 @@ class _RankRun:
         compile_off = dataclasses.replace(job.config.compile, enable=False)
         optimizer = job.config.optimizer
         if optimizer.state_dtype in ("8bit", "4bit"):  # whose kernels are compiled
-            optimizer = dataclasses.replace(optimizer, implementation="for-loop")
+            optimizer = optimizer.replace(implementation="for-loop")
         config = dataclasses.replace(job.config, compile=compile_off, optimizer=optimizer)
         self._job = dataclasses.replace(job, config=config)
         self._pipeline_rank = pipeline_rank

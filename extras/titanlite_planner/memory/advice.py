@@ -110,7 +110,10 @@ def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job 
     config, ranks = job.config, job.degrees.ranks * ranks_factor
     for key, value in settings.items():
         name, field = key.split(".")
-        section = dataclasses.replace(getattr(config, name), **{field: value})
+        section = getattr(config, name)
+        if all(own.name != field for own in dataclasses.fields(section)):  # of other optimizers
+            return None
+        section = dataclasses.replace(section, **{field: value})
         config = dataclasses.replace(config, **{name: section})
     return check_job(config, ranks)[0]
 

@@ -13,7 +13,6 @@ from titanlite.optim import (
     MatrixFacts,
     optimizer_state_bytes,
     owner_flops,
-    settings_of,
     whole_matrix_bytes,
 )
 from titanlite.parallelize.expert import hidden_dims_of_experts
@@ -79,7 +78,7 @@ def _describe_parameter(
     """One parameter; `hidden_dim` is that of experts, which the TP plan does not have."""
     role = first_match(job.spec.tp_plan, name.rpartition(".")[0])
     entry = TENSOR_PARALLEL_ROLES[role] if role else None
-    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
+    optimizer = job.config.optimizer.replace(offload=False)
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
     dtype = job.transforms.param_dtype
     state = optimizer_state_bytes([(name, shape)], optimizer, dtype, facts)
@@ -95,7 +94,7 @@ def _describe_parameter(
         state_bytes=state / shape.numel(),
         owner_flops=owner_flops(name, shape, optimizer, facts),
     )
-    if settings_of(name, optimizer)[0].name == "Adafactor" and not parameter.expert:
+    if optimizer.of_parameter(name).name == "Adafactor" and not parameter.expert:
         own = _own_shape(parameter, job)  # state of its rows and columns
         state = optimizer_state_bytes([(name, own)], optimizer, dtype, facts)
         parameter = dataclasses.replace(parameter, own_state_bytes=state)

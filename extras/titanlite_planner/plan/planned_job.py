@@ -47,7 +47,7 @@ def planned_config(base: JobConfig, choice: LayoutChoice) -> JobConfig:
     validation = dataclasses.replace(
         base.validation, local_batch_size=frame.micro_batch * degrees.pipeline
     )
-    optimizer = dataclasses.replace(base.optimizer, offload=choice.options.offload_optimizer)
+    optimizer = base.optimizer.replace(offload=choice.options.offload_optimizer)
     quantized = frame.precision != "bf16"
     return dataclasses.replace(
         base,

@@ -295,9 +295,9 @@ def _overridden_keys(overrides: Iterable[str]) -> list[str]:
 
 def _can_offload(base: JobConfig) -> bool:
     """Whether the optimizer can store its state in host memory, and the GPU updates parameters."""
-    optimizer = dataclasses.replace(base.optimizer, offload=True)
+    optimizer = base.optimizer.replace(offload=True)
     refused = any(True for _ in check_optimizer_config(optimizer, base.training.dtype))
-    return not refused and not base.training.enable_cpu_offload
+    return optimizer.offload and not refused and not base.training.enable_cpu_offload
 
 
 def _with_length(base: JobConfig, global_batch: int, tokens: float | None) -> JobConfig:
