@@ -16,8 +16,9 @@ from conftest import HANG_SECONDS, ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import read_job
-from titanlite.job.config import JOB_PROPERTIES, MOVED, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
+from titanlite.job.torchtitan_keys import MOVED
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml

@@ -27,7 +27,8 @@ from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
-from titanlite.job.config import MOVED, JobConfig, complete_table
+from titanlite.job.config import JobConfig
+from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config
 from titanlite.storage import StorageFolder

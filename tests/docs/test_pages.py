@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
-from titanlite.job.config import JOB_PROPERTIES, MOVED, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, JobConfig
+from titanlite.job.torchtitan_keys import MOVED
 from titanlite_corpus.read import CorpusSource
 from titanlite_corpus.recipe import Recipe
 

@@ -10,9 +10,10 @@ from titanlite.distributed.mesh import resolve_degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import checks
 from titanlite.job.checks import resolve_global_batch
-from titanlite.job.config import MOVED, JobConfig, complete_table
+from titanlite.job.config import JobConfig
 from titanlite.job.environment import check_environment, device_type
 from titanlite.job.job import Job
+from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config, raise_together

@@ -9,8 +9,8 @@ from pathlib import Path
 from titanlite.data import SampleStream
 from titanlite.errors import ConfigError, DataError
 from titanlite.job import JobConfig
-from titanlite.job.config import MOVED, complete_table
 from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config, raise_together
 from titanlite_corpus.inspection.run_steps import ConsumedBatch, read_progress

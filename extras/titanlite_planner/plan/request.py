@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.files import parse_toml
 from titanlite.job import MOVED, JobConfig
-from titanlite.job.config import complete_table
 from titanlite.job.read import resolve_compute_dtype
+from titanlite.job.torchtitan_keys import complete_table
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
