@@ -23,10 +23,11 @@ RECIPE = ROOT / "docs" / "reference" / "recipe.md"
 README = ROOT / "README.md"
 # each is before and after a part of the README
 WEIGHT, PATH, PACKAGES = "<!-- weight -->", "<!-- path -->", "<!-- packages -->"
-OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a URL or a GPU asks
-    *("guard", "meters", "generate.py", "models/mup.py", "optim/mup.py"),
+OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a URL or a GPU asks,
+    # and what watches a run of several ranks
+    *("guard", "meters", "generate.py", "config_reference.py", "models/mup.py", "optim/mup.py"),
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
-    *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py"),
+    *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py", "job/torchtitan_keys.py"),
     *("models/config_json.py", "models/load_balancing.py", "models/moe.py", "models/router.py"),
     *("kernels/documents.py", "kernels/flash.py", "kernels/grouped.py"),
     *("parallelize/context.py", "parallelize/context_attention.py"),
@@ -37,14 +38,16 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("optim/adafactor.py", "optim/elementwise.py", "optim/muon.py", "optim/soap.py"),
     *("optim/owned_matrices.py", "optim/shards.py", "optim/in_backward.py"),
     *("optim/adaptive_clip.py", "optim/loss_scale.py", "optim/fp32_vectors.py"),
-    *("data/bpe.py", "data/lanes.py", "data/packed.py", "data/parquet_text.py"),
-    *("data/remote_shards.py", "data/text.py", "data/text_files.py", "data/text_source.py"),
-    *("data/text_units.py", "data/tokenizer_definition.py", "data/tokenizer_json.py"),
-    *("data/token_bytes.py", "data/dump.py", "data/urls.py", "data/validation_set.py"),
+    *("optim/low_memory.py", "data/bpe.py", "data/lanes.py", "data/packed.py"),
+    *("data/parquet_text.py", "data/remote_shards.py", "data/text.py", "data/text_files.py"),
+    *("data/text_source.py", "data/text_units.py", "data/tokenizer_definition.py"),
+    *("data/tokenizer_json.py", "data/token_bytes.py", "data/dump.py", "data/urls.py"),
+    *("data/validation_set.py", "training/validation.py", "metrics/profiler.py"),
     *("checkpoint/convert.py", "checkpoint/huggingface.py", "checkpoint/huggingface_export.py"),
-    *("checkpoint/saved_model.py", "runtime/remote_lease.py"),
+    *("checkpoint/saved_model.py", "runtime/remote_lease.py", "metrics/services.py"),
+    *("runtime/watchdog.py", "runtime/heartbeat.py", "runtime/diagnosis.py"),
     *("distributed/flight_recorder.py", "distributed/host_memory.py"),
-    *("metrics/profiler.py", "metrics/services.py", "training/validation.py"),
+    *("distributed/time_limit.py", "distributed/error_report.py"),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes
-from titanlite.optim.adam import dynamic_levels
+from titanlite.optim.low_memory import dynamic_levels
 from titanlite.parallelize.weight_init import init_weights
 
 FAMILY = FAMILIES["llama3"]

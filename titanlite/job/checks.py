@@ -27,8 +27,8 @@ from titanlite.optim import (
     moment_format,
     whole_matrix_optimizers,
 )
-from titanlite.optim.adam import StateDtype
 from titanlite.optim.checks import check_group_patterns
+from titanlite.optim.low_memory import StateDtype
 from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize import ModelTransforms
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint

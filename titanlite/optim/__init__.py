@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import (
     build_optimizer,
@@ -20,6 +19,7 @@ from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
+from titanlite.optim.low_memory import moment_bytes, moment_format
 from titanlite.optim.lr_schedule import (
     LR_DECAYS,
     LRSchedulerConfig,

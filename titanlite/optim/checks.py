@@ -12,8 +12,8 @@ import torch
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
-from titanlite.optim.adam import UNQUANTIZED
 from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
+from titanlite.optim.low_memory import UNQUANTIZED
 from titanlite.optim.recipe import matches_any
 from titanlite.settings import format_value
 

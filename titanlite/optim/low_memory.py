@@ -1,0 +1,321 @@
+"""Adam and AdamW with low-memory moments: fewer bits per element, or stored in host memory.
+
+A moment in 8 or 4 bits is a code per element and a scale per block of a row. Blocks are defined on
+the global shape, never on a shard, so every layout computes the same numbers. A checkpoint stores
+codes and scales as plain tensors, so any layout reads them back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.host_memory import pin_in_place
+from titanlite.optim.conditional import ConditionalBase
+from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.shards import sharded_zeros, write_if
+
+StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
+
+MAX_BLOCK, MIN_BLOCK = 128, 32  # elements that share one scale
+CODE_BITS = {"8bit": 8, "4bit": 4, "float8": 8}
+UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """Storage format of the moments of one parameter."""
+
+    dtype: StateDtype
+    block: int = 0  # elements that share one scale; 0: not quantized
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the optimizer's state. Each quantized format has its own, so that a checkpoint
+        of one format is never read as another."""
+        if not self.block:
+            return ["exp_avg", "exp_avg_sq"]
+        moments = (f"exp_avg_{self.dtype}", f"exp_avg_root_{self.dtype}")
+        return [name for moment in moments for name in (moment, f"{moment}_scale")]
+
+
+def moment_format(shape: Iterable[int], dtype: StateDtype) -> MomentFormat:
+    """The moment format of a parameter of this global shape.
+
+    Vectors, and rows whose length is not a multiple of MIN_BLOCK, stay float32.
+    """
+    if dtype in UNQUANTIZED:
+        return MomentFormat(dtype)
+    *rows, width = shape
+    block = gcd(width, MAX_BLOCK)
+    return MomentFormat(dtype, block) if rows and block >= MIN_BLOCK else MomentFormat("float32")
+
+
+def moment_bytes(shape: Iterable[int], dtype: StateDtype) -> int:
+    """Bytes of both moments of a parameter of this shape."""
+    shape = tuple(shape)
+    storage, elements = moment_format(shape, dtype), torch.Size(shape).numel()
+    if not storage.block:
+        return 2 * elements * UNQUANTIZED[storage.dtype].itemsize
+    return 2 * (elements * CODE_BITS[dtype] // 8 + elements // storage.block * 4)
+
+
+@dataclass(frozen=True)
+class MomentOptions:
+    """How LowMemoryAdam stores and updates its moments."""
+
+    dtype: StateDtype = "float32"
+    offload: bool = False  # in host memory, copied to the device one parameter at a time
+    compiled: bool = True
+    # one kernel per update; false: one per operation, with memory for the intermediate results
+
+
+class LowMemoryAdam(ConditionalBase):
+    """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments in the format `moments`."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        decoupled: bool,  # weight decay: AdamW's, not Adam's
+        moments: MomentOptions | None = None,
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.moments, self.decoupled = moments or MomentOptions(), decoupled
+        self._update = _compiled_update() if self.moments.compiled else _update
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self._initial_state(parameter)
+        if self.moments.offload:  # copies back to the host may be under way when state is read
+            self.register_state_dict_pre_hook(lambda _: _synchronize_device())
+
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        dtype = self.moments.dtype
+        storage, width = moment_format(parameter.shape, dtype), parameter.shape[-1]
+        if not storage.block:
+            # float32 means the dtype of the weights, as in torch's own optimizers
+            as_weights = dtype == "float32" and not is_low_vector(parameter)
+            moment = (width, parameter.dtype if as_weights else UNQUANTIZED[storage.dtype])
+            specs = [moment, moment]
+        else:
+            codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
+            specs = [codes, (width // storage.block, torch.float32)] * 2
+            assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
+        zeros = [_allocate_moment(parameter, *spec, self.moments.offload) for spec in specs]
+        return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
+
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_parameter(parameter, parameter.grad, group, accept)
+
+    def _step_parameter(
+        self, parameter: nn.Parameter, grad: Tensor, group: dict, accept: Tensor | None
+    ) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        state["step"] += 1  # in host memory, so reading it does not wait for the device
+        step, storage = state["step"].item(), moment_format(parameter.shape, self.moments.dtype)
+        weight, local_grad = local_shard(parameter), local_shard(grad)
+        if not weight.numel():  # other ranks have all of it
+            return
+        stored = [local_shard(state[name]) for name in storage.names]
+        on_device = [moment.to(weight.device, non_blocking=True) for moment in stored]
+        # Tensors, not floats: a float that changes every step would be compiled for every step.
+        scalars = _StepScalars(
+            torch.tensor(float(group["lr"])),
+            torch.tensor(float(group["weight_decay"])),
+            torch.tensor(1 / (1 - beta1**step)),
+            torch.tensor((1 - beta2**step) ** -0.5),
+            accept,
+        )
+        blocks = weight.numel() // storage.block if storage.block else 1
+        self._update(
+            storage.dtype,
+            weight.view(blocks, -1),
+            local_grad.reshape(blocks, -1),
+            [moment.view(blocks, -1) for moment in on_device],
+            _code_values(storage.dtype, weight.device),
+            scalars,
+            _AdamRule((beta1, beta2), group["eps"], self.decoupled),
+        )
+        for old, new in zip(stored, on_device, strict=True):
+            if new is not old:
+                old.copy_(new, non_blocking=True)
+
+
+class _StepScalars(NamedTuple):
+    """0-d tensors that change from step to step."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    correction1: Tensor  # bias correction that the first moment is multiplied by
+    correction2: Tensor  # the same for the root of the second moment
+    accept: Tensor | None  # on the device; false: change no bit; None: always update
+
+
+class _AdamRule(NamedTuple):
+    """Hyperparameters that are constants of the compiled update."""
+
+    betas: tuple[float, float]
+    eps: float
+    decoupled: bool
+
+
+def _update(
+    dtype: StateDtype,
+    weight: Tensor,  # [blocks, elements], as are the gradient and the moments
+    grad: Tensor,
+    moments: list[Tensor],
+    levels: tuple[Tensor, ...],  # the values of the codes, for each of the two moments
+    scalars: _StepScalars,
+    rule: _AdamRule,
+) -> None:
+    """One step of Adam in fp32, in place."""
+    lr, weight_decay, correction1, correction2, accept = scalars
+    betas, eps, decoupled = rule
+    w, g = weight.float(), grad.float()
+    if decoupled:
+        w = w - lr * weight_decay * w
+    else:
+        g = g + weight_decay * w
+    if dtype in UNQUANTIZED:
+        first, second = moments
+        m = torch.lerp(first.float(), g, 1 - betas[0])
+        v = torch.lerp(second.float(), g.square(), 1 - betas[1])
+        write_if(first, m, accept)
+        write_if(second, v, accept)
+        root = v.sqrt()
+    else:
+        # The root of the second moment is stored, not the moment itself: the root spans no more
+        # decades than the first moment, so it is not rounded to 0 where the first moment is not.
+        first_codes, second_codes = moments[:2], moments[2:]
+        m = torch.lerp(_decode(dtype, first_codes, levels[:1]), g, 1 - betas[0])
+        square = _decode_root(dtype, second_codes, levels[1:]).square()
+        root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
+        _encode(dtype, m, first_codes, levels[:1], accept)
+        _encode(dtype, root, second_codes, levels[1:], accept)
+    write_if(weight, w - lr * (m * correction1) / (root * correction2 + eps), accept)
+
+
+@cache
+def _compiled_update() -> Callable[..., None]:
+    """One graph for all sizes: a few compilations per model, not one per shape."""
+    return torch.compile(_update, fullgraph=True, dynamic=True)
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+def _encode(
+    dtype: StateDtype,
+    values: Tensor,
+    stored: Sequence[Tensor],
+    levels: tuple[Tensor, ...],
+    accept: Tensor | None,
+) -> None:
+    """Quantize blocks of values: codes, and the largest absolute value of each block."""
+    codes, scale = stored
+    largest = values.abs().amax(-1, keepdim=True)
+    write_if(scale, largest, accept)
+    normalized = values / largest.clamp(min=1e-30)  # in [-1, 1]; a block of zeros stays zero
+    if dtype == "float8":
+        new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        (table,) = levels
+        new_codes = torch.bucketize(normalized, (table[1:] + table[:-1]) / 2)  # the nearest
+        if dtype == "4bit":
+            new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
+    write_if(codes, new_codes, accept)
+
+
+def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
+    codes, scale = stored
+    if dtype == "float8":
+        return codes.view(torch.float8_e4m3fn).float() * (scale / FLOAT8_MAX)
+    (table,) = levels
+    if dtype == "4bit":
+        codes = torch.stack([codes // 16, codes % 16], -1).flatten(-2)
+    return table[codes.int()] * scale
+
+
+def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
+    """The root of the second moment, which is a divisor: 0 only in a block of zeros.
+
+    An element that is small beside the largest of its block gets the lowest code, even while its
+    first moment is not rounded to 0. If that code meant 0, the first moment would be divided by
+    eps. The code means the smallest positive value instead: the root is then too large and the
+    update too small, not the reverse.
+    """
+    root = _decode(dtype, stored, levels)
+    return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root
+
+
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+FLOAT8_MIN = 2.0**-9 / FLOAT8_MAX  # smallest positive value, relative to the largest
+
+
+@cache
+def _code_values(dtype: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
+    """The values of the codes of the first moment and of the second; empty without a table."""
+    if dtype == "8bit":
+        levels = (dynamic_levels(8, signed=True), dynamic_levels(8, signed=False))
+    elif dtype == "4bit":
+        levels = (dynamic_levels(4, signed=True), [n / 16 for n in range(1, 17)])
+    else:
+        return ()
+    return tuple(torch.tensor(level, device=device) for level in levels)
+
+
+def dynamic_levels(bits: int, signed: bool) -> list[float]:
+    """The 2^bits values of dynamic tree quantization, ascending; the largest is 1.
+
+    Each decade is divided evenly, into twice as many intervals as the decade below it; the values
+    are the middles of the intervals (https://arxiv.org/abs/2110.02861, section 1.3). Signed values
+    include 0. Unsigned ones are of a root, which is a divisor: instead of 0 they include the lower
+    end of the lowest decade (compare https://arxiv.org/abs/2309.01507).
+    """
+    decades = bits - 1
+    levels = [0.0 if signed else 10.0**-decades, 1.0]
+    for decade in range(decades):
+        intervals = 2 ** (decade if signed else decade + 1)
+        top = 10.0 ** (decade - decades + 1)
+        middles = [top * (0.1 + 0.9 * (i + 0.5) / intervals) for i in range(intervals)]
+        levels += [sign * middle for sign in ((1, -1) if signed else (1,)) for middle in middles]
+    return sorted(levels)
+
+
+# --- allocation ----------------------------------------------------------------------------------
+
+
+def _allocate_moment(
+    parameter: nn.Parameter, width: int, dtype: torch.dtype, offload: bool
+) -> Tensor:
+    """Zeros sharded like the parameter, with rows of another width."""
+    local = local_shard(parameter)
+    zeros = sharded_zeros(
+        parameter,
+        dtype,
+        shape=(*parameter.shape[:-1], width),
+        local_shape=(*local.shape[:-1], local.shape[-1] * width // parameter.shape[-1]),
+    )
+    zeros = zeros.to("cpu" if offload else local.device)
+    if offload and local.is_cuda:
+        pin_in_place(zeros, "optimizer.offload = false")
+    return zeros
+
+
+def _synchronize_device() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
