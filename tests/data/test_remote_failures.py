@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint.object_store import needs_s3, open_store
 from tests.data.test_stream import write_corpus
-from titanlite.data import CorpusChecks, SourceConfig, open_sample_stream, open_tokenizer
+from titanlite.data import SourceConfig, open_sample_stream, open_tokenizer
 from titanlite.data.formats import open_token_source
 from titanlite.data.text import (
     TextRules,
@@ -24,7 +24,6 @@ from titanlite.data.text import (
     raise_problem,
     read_located_documents,
 )
-from titanlite.data.token_source import CacheLimits
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite_corpus.engine import LocalEngine
@@ -224,7 +223,6 @@ def test_streamed_text_that_changes_or_cannot_be_read_ends_the_run(store):
 def test_shards_that_change_or_cannot_be_read_end_the_run(store, tmp_path):
     write_corpus(tmp_path / "corpus", 60_000)
     files = {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}
-    checks = CorpusChecks(cache=CacheLimits(str(tmp_path / "cache"), 0))  # one block
     fs = fsspec.filesystem("s3")
     replaced = "1.bin: was replaced or removed"
     for number, (failure, reason) in enumerate(
@@ -240,7 +238,7 @@ def test_shards_that_change_or_cannot_be_read_end_the_run(store, tmp_path):
         folder = f"shards{number}"
         for name, content in files.items():
             put(f"{folder}/{name}", content)
-        source = open_token_source("megatron", f"s3://bucket/{folder}", checks)
+        source = open_token_source("megatron", f"s3://bucket/{folder}")
         if isinstance(failure, bytes):
             put(f"{folder}/1.bin", failure)
         elif failure == "remove":

@@ -1,14 +1,11 @@
-"""Shards by URL (`s3://…`), read in ranges through a cache on the local disk.
+"""Shards by URL (`s3://…`), read in ranges, several at the same time.
 
 The folder must have a manifest: it gives the sizes of all files, and hashes of blocks of them.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +14,6 @@ import xxhash
 from titanlite.data.manifest import (
     MANIFEST,
     CorpusManifest,
-    ShardRecord,
     compare_listing,
     parse_corpus_manifest,
     sampled_blocks,
@@ -32,21 +28,11 @@ from titanlite.data.shards import (
     open_corpus,
     parse_header,
 )
-from titanlite.data.token_source import CacheLimits, CorpusChecks
+from titanlite.data.token_source import CorpusChecks
 from titanlite.data.urls import is_data_url, open_file_system, remote_errors, version_of
 from titanlite.errors import DataError
-from titanlite.log import logger
 
 _HASHED_BYTES = 1 << 24  # of one request, when whole files are verified
-BLOCK_BYTES = 1 << 18
-# A request for a sample (tens of KB) takes tens of ms; to transfer a whole block adds little.
-
-_HASH_BYTES = 16
-_LOCKS = 64  # that blocks share
-_KEPT = 0.9  # of the limit, when blocks are removed
-
-BlockName = tuple[str, int]  # key of a file, number of a block in it
-FetchBlocks = Callable[[Sequence[BlockName]], Sequence[bytes]]
 
 
 class RemoteVersion(NamedTuple):
@@ -85,149 +71,13 @@ class RemoteFolder:
         }
 
 
-class BlockCache:
-    """Blocks of files by name, on a local disk, which all processes of a machine share.
-
-    Each is a file with a hash of its content at the end. The least recently read ones are removed
-    first. The processes take locks (flock) to fetch a block only once, and to keep the sum of all
-    blocks below the limit.
-    """
-
-    def __init__(self, limits: CacheLimits):
-        """Raises OSError if the folder cannot be made. A later error only leaves the cache out."""
-        self._folder = limits.open_folder()
-        self._limit = max(limits.bytes, BLOCK_BYTES + _HASH_BYTES)
-        self._has_warned = False
-        (self._folder / "blocks").mkdir(exist_ok=True)
-
-    def read(self, names: Sequence[BlockName], fetch: FetchBlocks) -> dict[BlockName, bytes]:
-        """The content of blocks; `fetch` returns those that are not here."""
-        found = {name: content for name in names if (content := self._load(name)) is not None}
-        missing = sorted(set(names) - found.keys())
-        if not missing:
-            return found
-        with ExitStack() as stack:
-            hashes = (xxhash.xxh3_64_intdigest(str(name).encode()) for name in missing)
-            for number in sorted({digest % _LOCKS for digest in hashes}):
-                stack.enter_context(self._locked(f"fetch-{number}"))  # in order: no deadlock
-            for name in list(missing):
-                if (content := self._load(name)) is not None:  # fetched by another process
-                    found[name] = content
-                    missing.remove(name)
-            if missing:
-                for name, content in zip(missing, fetch(missing), strict=True):
-                    found[name] = content
-                    self._store(name, content)
-        return found
-
-    def _path(self, name: BlockName) -> Path:
-        return self._folder / "blocks" / f"{name[0]}-{name[1]}"
-
-    def _load(self, name: BlockName) -> bytes | None:
-        """A block, or None if it is not here, or damaged."""
-        path = self._path(name)
-        try:
-            with open(path, "rb") as file:
-                stored = file.read()
-                with suppress(OSError):
-                    os.utime(file.fileno())  # now is the time of its last reading
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._warn(error)
-            return None
-        content, digest = stored[:-_HASH_BYTES], stored[-_HASH_BYTES:]
-        if xxhash.xxh3_128_digest(content) != digest:
-            with suppress(OSError):
-                path.unlink()
-            return None
-        return content
-
-    def _warn(self, error: OSError) -> None:
-        """Log the first failure of the cache; blocks are then fetched without it."""
-        if not self._has_warned:
-            logger.warning("%s: the cache cannot be used (%s)", self._folder, error.strerror)
-        self._has_warned = True
-
-    def _store(self, name: BlockName, content: bytes) -> None:
-        """Write a block, and remove others first if there are too many."""
-        size = len(content) + _HASH_BYTES
-        with self._locked("size"), self._warned_errors():
-            total = self._recorded_bytes() + size
-            if total > self._limit:
-                total = self._remove_oldest(self._limit * _KEPT - size) + size
-            # recorded first: after a crash the record is too large, until blocks are removed again
-            (self._folder / "bytes").write_text(str(total))
-            path = self._path(name)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            try:
-                temporary.write_bytes(content + xxhash.xxh3_128_digest(content))
-                os.replace(temporary, path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
-
-    @contextmanager
-    def _warned_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._warn(error)
-
-    def _recorded_bytes(self) -> int:
-        """The bytes of all blocks, as the process that wrote the last one recorded them."""
-        try:
-            return int((self._folder / "bytes").read_text())
-        except (FileNotFoundError, ValueError):
-            return self._limit  # so that they are counted
-
-    def _remove_oldest(self, allowed: float) -> int:
-        """Remove blocks until the others have at most `allowed` bytes; returns their bytes."""
-        entries = []
-        for entry in os.scandir(self._folder / "blocks"):
-            with suppress(FileNotFoundError):
-                status = entry.stat()
-                entries.append((status.st_mtime_ns, status.st_size, entry.path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= allowed:
-                break
-            Path(path).unlink(missing_ok=True)
-            total -= size
-        return total
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock; nothing is held if the folder fails."""
-        with ExitStack() as stack:
-            with self._warned_errors():
-                flags = os.O_CREAT | os.O_RDWR
-                descriptor = os.open(self._folder / f"{name}.lock", flags, 0o600)
-                stack.callback(os.close, descriptor)  # releases the lock
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-
-
 class RemoteFiles(BatchedFiles):
-    """Files of one remote folder, read by position in blocks that are cached."""
+    """Files of one remote folder, read by position."""
 
-    def __init__(
-        self,
-        folder: RemoteFolder,
-        listed: dict[str, RemoteVersion],
-        keys: dict[str, str],
-        limits: CacheLimits,
-    ):
-        """`listed`: the files that were verified; `keys`: a hash of their content. By name."""
+    def __init__(self, folder: RemoteFolder, listed: dict[str, RemoteVersion]):
+        """`listed`: the files that were verified, by name."""
         super().__init__()
-        self._folder, self._listed, self._keys = folder, listed, keys
-        try:
-            self._cache = BlockCache(limits)
-        except OSError as error:
-            raise DataError(
-                f"{error.filename}: the cache of {folder} cannot be used ({error.strerror}).",
-                fix="Set data.cache_folder.",
-            ) from None
+        self._folder, self._listed = folder, listed
 
     def expect(self, files: int) -> None:
         """No-op: no files are kept open."""
@@ -237,34 +87,14 @@ class RemoteFiles(BatchedFiles):
         self.read_all([(path, size, offset, out)])
 
     def read_all(self, requests: Sequence[FileRequest]) -> None:
-        """`read` for several requests, whose missing blocks are fetched at the same time."""
-        sizes = {self._keys[path]: (path, size) for path, size, _, _ in requests}
-        names = {
-            (self._keys[path], number): None
-            for path, _, offset, out in requests
-            for number in _blocks(offset, len(out))
-        }
-
-        def fetch(missing: Sequence[BlockName]) -> Sequence[bytes]:
-            ranges = []
-            for key, number in missing:
-                path, size = sizes[key]
-                start = number * BLOCK_BYTES
-                ranges.append((path, start, min(size, start + BLOCK_BYTES)))
-            try:
-                return read_ranges(self._folder, ranges)
-            finally:  # the better message, if reading failed for this reason
-                self._check_unchanged({path for path, _, _ in ranges})
-
-        blocks = self._cache.read(list(names), fetch)
-        for path, _, offset, out in requests:
-            done = 0
-            for number in _blocks(offset, len(out)):
-                block = blocks[self._keys[path], number]
-                start = offset + done - number * BLOCK_BYTES
-                part = block[start : start + len(out) - done]
-                out[done : done + len(part)] = part
-                done += len(part)
+        """`read` for several requests, at the same time."""
+        ranges = [(path, offset, offset + len(out)) for path, _, offset, out in requests]
+        try:
+            contents = read_ranges(self._folder, ranges)
+        finally:  # the better message, if reading failed for this reason
+            self._check_unchanged({path for path, _, _ in ranges})
+        for (_, _, _, out), content in zip(requests, contents, strict=True):
+            out[:] = content
 
     def _check_unchanged(self, paths: set[str]) -> None:
         """Raise DataError if one of the files was replaced since the run started."""
@@ -276,11 +106,6 @@ class RemoteFiles(BatchedFiles):
                     f"{self._folder}/{path}: was replaced or removed since this run started.",
                     fix="Restore the file; do not change a corpus during a run.",
                 )
-
-
-def _blocks(offset: int, count: int) -> range:
-    """Numbers of the blocks that have some of the bytes [offset, offset + count)."""
-    return range(offset // BLOCK_BYTES, -(-(offset + count) // BLOCK_BYTES))
 
 
 def read_ranges(folder: RemoteFolder, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
@@ -327,17 +152,10 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
     compare_listing(url, shard_files, manifest)
     samples = _verify(folder, manifest, checks)
     shards = _open_shards(folder, manifest, samples)
-    keys = {f"{s.name}.bin": _key(folder, s) for s in manifest.shards}
-    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, present, keys, checks.cache))
+    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, present))
     if corpus.tokens == 0:
         raise DataError(f"{url}: contains no tokens.")
     return corpus
-
-
-def _key(folder: RemoteFolder, record: ShardRecord) -> str:
-    """Name of a file's blocks in the cache; it changes with the content of the file."""
-    text = f"{folder} {record.name} {record.bin_bytes} {record.bin_hash}"
-    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _open_shards(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,10 +38,10 @@ from titanlite.data.sample_source import (
     open_text_samples,
 )
 from titanlite.data.text_source import LanePositions
-from titanlite.data.token_source import CacheLimits, CorpusChecks
+from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
-from titanlite.settings import Positive, Range
+from titanlite.settings import Positive
 
 _MEASURED_SAMPLES = 8  # evenly spaced in a source
 
@@ -57,11 +57,6 @@ class DataConfig:
     verify: Literal["sample", "full", "off"] = "sample"
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
-    cache_folder: str = ""
-    # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
-    # the user in the temporary folder
-    cache_gib: Annotated[float, Range(0)] = 8.0
-    # largest size of the cache in GiB; best is the size of all shards of the run
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond
@@ -73,8 +68,7 @@ class DataConfig:
         "full" verifies samples only.
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
-        cache = CacheLimits(self.cache_folder, int(self.cache_gib * 2**30))
-        return CorpusChecks(verify, cache, verify_slice or (0, 1))
+        return CorpusChecks(verify, verify_slice or (0, 1))
 
 
 class SampleStream:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
 from titanlite.data.open_files import OpenFiles
-from titanlite.files import make_private_folder
 
 
 @dataclass(frozen=True)
@@ -61,26 +59,11 @@ class TokenSource(Protocol):
 
 
 @dataclass(frozen=True)
-class CacheLimits:
-    """Where blocks are kept, and how many bytes they may have."""
-
-    folder: str = ""  # empty: a folder of this user in the temporary folder
-    bytes: int = 8 << 30
-
-    def open_folder(self) -> Path:
-        """The folder of the cache, made if needed; raises OSError."""
-        folder = Path(self.folder) if self.folder else make_private_folder() / "data"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
-
-
-@dataclass(frozen=True)
 class CorpusChecks:
     """What to verify when a source is opened, beyond names and sizes."""
 
     verify: Literal["sample", "full", "off"] = "sample"
     # "sample": some blocks of every shard; "full": every byte, which needs a manifest
-    cache: CacheLimits = field(default_factory=CacheLimits)  # of shards by URL
     verify_slice: tuple[int, int] = (0, 1)
     # (rank, ranks): "full" reads every byte of the shards [rank::ranks] only
 

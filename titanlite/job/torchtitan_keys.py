@@ -18,6 +18,10 @@ _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], val
 _PREFETCHED = "is not needed: data is always prefetched, and checkpoints store its position."
 _CUSTOM = "is not supported: a job runs only the code of this repository."
 
+_NOT_CACHED = (
+    "is gone: shards by URL are read when samples need them; copy a folder that you read often to a"
+    " local disk."
+)
 _WATCHED = (
     "is gone: evaluate the checkpoints of a run while it trains with python -m titanlite_lab"
     " evaluate --watch RUN."
@@ -30,6 +34,8 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
         " [--job.check_ranks N]."
     ),
     "model.tokenizer_path": _IN_DATA,
+    "data.cache_folder": _NOT_CACHED,
+    "data.cache_gib": _NOT_CACHED,
     "data.follow_symlinks": "is not needed: symbolic links are followed.",
     "training.dataset_path": _IN_DATA,
     "training.dataloader": _PREFETCHED,
