@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
-from titanlite.models.llama import TransformerBlock
+from titanlite.models.llama import Attention, TransformerBlock
 from titanlite.models.spec import ModelSpec
 
 EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24)
@@ -22,7 +22,7 @@ class ExpertBlock(TransformerBlock):
     """A block with a mixture of experts."""
 
     def __init__(self, sizes: MoESizes):
-        super().__init__(sizes)
+        super().__init__(sizes, Attention(sizes))
         del self.feed_forward
         self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
 
@@ -43,7 +43,7 @@ class MoELlama(Llama):
 MOE_FAMILY: ModelSpec[MoESizes] = replace(
     LLAMA3,
     name="moe",
-    flavors={"mini": MoESizes(32, 3, 4, 2, 88, 509, rope_theta=1e4)},
+    flavors={"mini": MoESizes(32, 3, 4, 2, 88, vocab_size=509, rope_theta=1e4)},
     build=MoELlama,
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
     experts=lambda sizes: sizes.experts,

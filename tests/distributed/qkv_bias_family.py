@@ -29,7 +29,7 @@ class QkvBiasLlama(Llama):
 QKV_BIAS_FAMILY: ModelSpec[QkvBiasSizes] = replace(
     LLAMA3,
     name="qkv_bias",
-    flavors={"mini": QkvBiasSizes(32, 2, 4, 2, 88, 509, rope_theta=1e4)},
+    flavors={"mini": QkvBiasSizes(32, 2, 4, 2, 88, vocab_size=509, rope_theta=1e4)},
     build=QkvBiasLlama,
     # random biases: those of zeros would hide a bias that a layout shards wrongly
     init_roles={"*.w[qkv].bias": "normal", **LLAMA3.init_roles},

@@ -43,7 +43,7 @@ def check_tiny_sizes(sizes: TinySizes) -> Iterator[ConfigError]:
 TINY = replace(
     LLAMA3,
     name="tiny",
-    flavors={"mini": TinySizes(32, 2, 4, 2, 48, 61)},
+    flavors={"mini": TinySizes(32, 2, 4, 2, 48, vocab_size=61)},
     build=lambda sizes: Llama(sizes.as_llama()),
     check_sizes=check_tiny_sizes,
     tied_parameters=lambda sizes: [],
@@ -70,7 +70,9 @@ def refusal(run_toml, *argv: str) -> str:
 def test_a_family_in_the_dictionary_can_be_configured(run_toml, tiny):
     job = read_tiny(run_toml)
     assert job.spec is TINY
-    assert job.sizes == TinySizes(32, 2, 4, 2, 64, 258)  # the flavor's, and the file's overrides
+    assert job.sizes == TinySizes(
+        32, 2, 4, 2, 64, vocab_size=258
+    )  # the flavor's, and the file's overrides
     assert job.spec.build(job.sizes)(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 258)
 
 

@@ -30,7 +30,7 @@ from titanlite.checkpoint.saved_model import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
-from titanlite.models.spec import StoredPart
+from titanlite.models.config_json import StoredPart
 from titanlite.storage import StorageFolder
 
 PUBLISHED_FILE = "hugging_face.json"  # in checkpoints: see read_published_facts

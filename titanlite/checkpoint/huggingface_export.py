@@ -23,7 +23,7 @@ from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import ModelSizes, ModelSpec
-from titanlite.models.spec import join_parts
+from titanlite.models.config_json import join_parts
 from titanlite.storage import StorageFolder
 
 SHARD_BYTES = 5_000_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.gpt2 import GPT2_FAMILY
@@ -16,13 +17,8 @@ from titanlite.models.olmo2 import OLMO2
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
-from titanlite.models.spec import (
-    HuggingFaceMapping,
-    ModelConfig,
-    ModelSizes,
-    ModelSpec,
-    first_match,
-)
+from titanlite.models.sizes import ModelSizes
+from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,11 @@ from titanlite.kernels.documents import DocumentIndex, IndexDocuments
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, rope_cos_sin
-from titanlite.models.spec import ModelSizes
+from titanlite.models.sizes import ModelSizes
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
-
-
-class DecoderSizes(ModelSizes, Protocol):
-    """The sizes that a `Decoder` reads, beside those of its blocks."""
-
-    @property
-    def norm_eps(self) -> float:
-        """Epsilon of the norms."""
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """Whether the output layer shares its weights with the embedding."""
-
-
-class RotarySizes(DecoderSizes, Protocol):
-    """The sizes that a `RotaryDecoder` reads."""
-
-    @property
-    def rope_theta(self) -> float:
-        """Base of the RoPE frequencies."""
-
-    @property
-    def rope_scaling(self) -> RopeScaling | None:
-        """Extension of the context; None: no extension."""
+Rotary = tuple[int, float, RopeScaling | None]
+# features of a head that are rotated, base of the frequencies, extension of the context
 
 
 class Decoder(nn.Module):
@@ -53,7 +31,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        sizes: DecoderSizes,
+        sizes: ModelSizes,
         build_block: Callable[[int], nn.Module],
         norm: nn.Module,
         pos_embeddings: nn.Module | None = None,
@@ -104,20 +82,15 @@ class Decoder(nn.Module):
 class RotaryDecoder(Decoder):
     """A decoder with rotary positions and RMSNorm."""
 
-    def __init__(
-        self,
-        sizes: RotarySizes,
-        build_block: Callable[[int], nn.Module],
-        rotary_dim: int | None = None,  # features of a head that are rotated; None: all
-    ):
+    def __init__(self, sizes: ModelSizes, build_block: Callable[[int], nn.Module], rotary: Rotary):
         super().__init__(sizes, build_block, nn.RMSNorm(sizes.dim, eps=sizes.norm_eps))
-        self.rotary = (rotary_dim or sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
+        self.rotary = rotary
 
     def rope(self, positions: Tensor) -> Rope:
         return rope_cos_sin(positions, *self.rotary)
 
 
-def tied_output(sizes: DecoderSizes) -> list[tuple[str, str]]:
+def tied_output(sizes: ModelSizes) -> list[tuple[str, str]]:
     """The output weights and the embedding they are tied to, or an empty list."""
     return [("output.weight", "tok_embeddings.weight")] if sizes.tied_embeddings else []
 
@@ -132,7 +105,8 @@ def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
             keys=("model.n_kv_heads", "model.n_heads"),
         )
     if sizes.head_width * sizes.n_heads != sizes.dim and not getattr(sizes, "head_dim", 0):
-        settable = ", or set model.head_dim" if hasattr(sizes, "head_dim") else ""
+        has_key = any(field.name == "head_dim" for field in dataclasses.fields(sizes))
+        settable = ", or set model.head_dim" if has_key else ""
         yield ConfigError(
             f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
             fix=f"Change one of them{settable}.",

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama import TransformerBlock
 from titanlite.models.mixtral import ExpertBlock
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
 # Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
@@ -56,7 +56,7 @@ class DeepSeekV3Sizes:
     rope_theta: size.RopeTheta = 10_000.0
     rope_scaling_factor: Annotated[float, Range(1), "of RoPE frequencies (YaRN); 1: none"] = 1.0
 
-    qk_norm = tied_embeddings = False
+    tied_embeddings = False
 
     @property
     def n_kv_heads(self) -> int:
@@ -161,10 +161,13 @@ class DeepSeekV3(RotaryDecoder):
 
     def __init__(self, sizes: DeepSeekV3Sizes):
         def build_block(index: int) -> nn.Module:
-            block = TransformerBlock if index < sizes.n_dense_layers else ExpertBlock
-            return block(sizes, DeepSeekAttention(sizes))
+            attention = DeepSeekAttention(sizes)
+            if index < sizes.n_dense_layers:
+                return TransformerBlock(sizes, attention)
+            return ExpertBlock(sizes, attention, sizes.experts)
 
-        super().__init__(sizes, build_block, rotary_dim=sizes.qk_rope_head_dim)
+        rotary = (sizes.qk_rope_head_dim, sizes.rope_theta, sizes.rope_scaling)
+        super().__init__(sizes, build_block, rotary)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -266,13 +269,8 @@ def from_config(config: Mapping[str, Any]) -> DeepSeekV3Sizes:
     return FORMAT.for_experts(config.get("num_experts_per_tok")).read(config)
 
 
-HUGGING_FACE = HuggingFaceMapping(
-    architecture="DeepseekV3ForCausalLM",
-    names=NAMES,
-    derived="model.layers.61.*",  # the block for multi-token prediction of the published model
-    to_config=to_config,
-    from_config=from_config,
-)
+# derived: the block for multi-token prediction of the published model
+HUGGING_FACE = FORMAT.mapping(NAMES, "model.layers.61.*", to_config, from_config)
 
 
 # --- the family -----------------------------------------------------------------------------------

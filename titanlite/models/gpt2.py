@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import size_types as size
-from titanlite.models.config_json import ConfigFormat
+from titanlite.models import sizes as size
+from titanlite.models.config_json import ConfigFormat, HuggingFaceMapping, StoredPart
 from titanlite.models.decoder import Decoder, tied_output
 from titanlite.models.embedding import PositionEmbedding
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec, StoredPart
+from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
 

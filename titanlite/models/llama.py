@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,29 +12,53 @@ from torch import Tensor, nn
 from titanlite.errors import CheckpointError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import (
-    Rope,
-    RotaryDecoder,
-    RotarySizes,
-    check_heads,
-    tied_output,
-)
-from titanlite.models.rope import Llama3Scaling, apply_rope
-from titanlite.models.spec import HuggingFaceMapping, ModelSizes, ModelSpec
+from titanlite.models.decoder import Rope, Rotary, RotaryDecoder, check_heads, tied_output
+from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
+from titanlite.models.sizes import ModelSizes
+from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
-class Llama3Sizes:
-    """The sizes of one Llama 3 model: its keys of [model]."""
+class LlamaSizes:
+    """The sizes of a family with the attention below; each family adds its own."""
 
     dim: size.Dim
     n_layers: size.Layers
     n_heads: size.Heads
     n_kv_heads: size.KeyValueHeads
+    _: KW_ONLY
+    norm_eps: size.NormEps = 1e-6
+    rope_theta: size.RopeTheta = 1_000_000.0
+
+    # of the families that do not have these keys
+    head_dim = 0
+    qk_norm = tied_embeddings = False
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """Extension of the context; None: no extension."""
+        return None
+
+    @property
+    def rotary(self) -> Rotary:
+        """How queries and keys are rotated."""
+        return self.head_width, self.rope_theta, self.rope_scaling
+
+
+@dataclass(frozen=True)
+class Llama3Sizes(LlamaSizes):
+    """The sizes of one Llama 3 model: its keys of [model]."""
+
     hidden_dim: size.HiddenDim
+    _: KW_ONLY
     vocab_size: size.VocabSize = 128_256
     head_dim: size.HeadDim = 0
     norm_eps: size.NormEps = 1e-5
@@ -44,21 +68,8 @@ class Llama3Sizes:
     tied_embeddings: size.TiedEmbeddings = False
 
     @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.head_dim or self.dim // self.n_heads
-
-    @property
     def rope_scaling(self) -> Llama3Scaling | None:
         return Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
-
-
-class LlamaBlockSizes(RotarySizes, Protocol):
-    """The sizes that the blocks below read; the size classes of several families have them."""
-
-    @property
-    def qk_norm(self) -> bool:
-        """RMSNorm on every query and key head."""
 
 
 class Attention(nn.Module):
@@ -67,7 +78,7 @@ class Attention(nn.Module):
     `window`: tokens that a token attends to, itself included; 0: all up to itself.
     """
 
-    def __init__(self, sizes: LlamaBlockSizes, window: int = 0):
+    def __init__(self, sizes: LlamaSizes, window: int = 0):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
@@ -117,15 +128,12 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream.
+    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream."""
 
-    `attention`: None for Llama's.
-    """
-
-    def __init__(self, sizes: LlamaBlockSizes, attention: nn.Module | None = None):
+    def __init__(self, sizes: ModelSizes, attention: nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = attention or Attention(sizes)
+        self.attention = attention
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes)
 
@@ -144,7 +152,9 @@ class Llama(RotaryDecoder):
     """The transformer of Llama 3, 3.1 and 3.2."""
 
     def __init__(self, sizes: Llama3Sizes):
-        super().__init__(sizes, lambda index: TransformerBlock(sizes))
+        super().__init__(
+            sizes, lambda index: TransformerBlock(sizes, Attention(sizes)), sizes.rotary
+        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -210,13 +220,7 @@ def read_llama_config(config: Mapping[str, Any]) -> Llama3Sizes:
     return LLAMA_CONFIG.read({"num_key_value_heads": n_heads, **stated})
 
 
-HUGGING_FACE = HuggingFaceMapping(
-    architecture="LlamaForCausalLM",
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_llama_config,
-    from_config=read_llama_config,
-)
+HUGGING_FACE = LLAMA_CONFIG.mapping(NAMES, DERIVED, write_llama_config, read_llama_config)
 
 
 # --- the family -----------------------------------------------------------------------------------
@@ -269,7 +273,7 @@ ROLES = {
 }
 
 
-LLAMA3 = ModelSpec(
+LLAMA3: ModelSpec[Any] = ModelSpec(
     name="llama3",
     flavors=FLAVORS,
     build=Llama,
@@ -291,8 +295,4 @@ LLAMA2_FLAVORS = {
     "70B": Llama3Sizes(8192, 80, 64, 8, 28_672, vocab_size=32_000, rope_theta=10_000.0),
 }
 
-LLAMA2 = replace(
-    LLAMA3,
-    name="llama2",
-    flavors=LLAMA2_FLAVORS,
-)
+LLAMA2 = replace(LLAMA3, name="llama2", flavors=LLAMA2_FLAVORS)

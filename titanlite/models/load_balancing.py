@@ -8,7 +8,8 @@ from typing import Annotated
 
 from titanlite.errors import ConfigError
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.spec import ModelSpec, SizesT
+from titanlite.models.sizes import SizesT
+from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
 

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any
 
 from titanlite.errors import CheckpointError
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads
+from titanlite.models.decoder import RotaryDecoder
 from titanlite.models.llama import (
     DERIVED,
-    INIT_ROLES,
+    LLAMA3,
     NAMES,
-    ROLES,
-    TP_PLAN,
     Attention,
+    LlamaSizes,
     TransformerBlock,
 )
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
-class MistralSizes:
+class MistralSizes(LlamaSizes):
     """The sizes of one Mistral model: its keys of [model]."""
 
-    dim: size.Dim
-    n_layers: size.Layers
-    n_heads: size.Heads
-    n_kv_heads: size.KeyValueHeads
     hidden_dim: size.HiddenDim
+    _: KW_ONLY
     vocab_size: size.VocabSize = 32_768
     head_dim: size.HeadDim = 0
     norm_eps: size.NormEps = 1e-5
-    rope_theta: size.RopeTheta = 1_000_000.0
     window: Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"] = 0
-
-    rope_scaling = None
-    qk_norm = tied_embeddings = False
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.head_dim or self.dim // self.n_heads
 
 
 class Mistral(RotaryDecoder):
@@ -52,7 +38,9 @@ class Mistral(RotaryDecoder):
 
     def __init__(self, sizes: MistralSizes):
         super().__init__(
-            sizes, lambda index: TransformerBlock(sizes, Attention(sizes, sizes.window))
+            sizes,
+            lambda index: TransformerBlock(sizes, Attention(sizes, sizes.window)),
+            sizes.rotary,
         )
 
 
@@ -103,15 +91,6 @@ def read_mistral_config(config: Mapping[str, Any]) -> MistralSizes:
     return MISTRAL_CONFIG.read(values)
 
 
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=MISTRAL_CONFIG.architecture,
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_mistral_config,
-    from_config=read_mistral_config,
-)
-
-
 # --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
@@ -124,15 +103,10 @@ FLAVORS = {
     "7B-v0.3": MistralSizes(4096, 32, 32, 8, 14_336),
 }
 
-MISTRAL = ModelSpec(
+MISTRAL = replace(
+    LLAMA3,
     name="mistral",
     flavors=FLAVORS,
     build=Mistral,
-    tp_plan=TP_PLAN,
-    init_roles=INIT_ROLES,
-    parameter_roles=ROLES,
-    tied_parameters=lambda sizes: [],
-    hugging_face=HUGGING_FACE,
-    check_sizes=check_heads,
-    head_projections=["layers.*.attention.w[qkv]"],
+    hugging_face=MISTRAL_CONFIG.mapping(NAMES, DERIVED, write_mistral_config, read_mistral_config),
 )

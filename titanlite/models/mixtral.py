@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
-from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, Attention, LlamaBlockSizes
+from titanlite.models.decoder import Rope, RotaryDecoder, check_heads
+from titanlite.models.llama import DERIVED, INIT_ROLES, LLAMA3, TP_PLAN, Attention, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
+from titanlite.models.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
-class MixtralSizes:
+class MixtralSizes(LlamaSizes):
     """The sizes of one Mixtral model: its keys of [model]."""
 
-    dim: size.Dim
-    n_layers: size.Layers
-    n_heads: size.Heads
-    n_kv_heads: size.KeyValueHeads
     expert_hidden_dim: size.ExpertHiddenDim
+    _: KW_ONLY
     n_experts: size.Experts = 8
     n_active_experts: size.ActiveExperts = 2
     vocab_size: size.VocabSize = 32_000
     head_dim: size.HeadDim = 0
     norm_eps: size.NormEps = 1e-5
-    rope_theta: size.RopeTheta = 1_000_000.0
     tied_embeddings: size.TiedEmbeddings = False
-
-    rope_scaling = None
-    qk_norm = False
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.head_dim or self.dim // self.n_heads
 
     @property
     def hidden_dim(self) -> int:
@@ -56,26 +43,15 @@ class MixtralSizes:
         return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
 
 
-class ExpertBlockSizes(LlamaBlockSizes, Protocol):
-    """The sizes that `ExpertBlock` reads; the size classes of several families have them."""
-
-    @property
-    def experts(self) -> ExpertSizes:
-        """The experts of each block."""
-
-
 class ExpertBlock(nn.Module):
-    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual.
+    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual."""
 
-    `attention`: None for Llama's.
-    """
-
-    def __init__(self, sizes: ExpertBlockSizes, attention: nn.Module | None = None):
+    def __init__(self, sizes: ModelSizes, attention: nn.Module, experts: ExpertSizes):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = attention or Attention(sizes)
+        self.attention = attention
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
+        self.moe = MixtureOfExperts(sizes.dim, experts)
 
     def forward(
         self,
@@ -92,7 +68,9 @@ class Mixtral(RotaryDecoder):
     """The transformer of Mixtral 8x7B and 8x22B."""
 
     def __init__(self, sizes: MixtralSizes):
-        super().__init__(sizes, lambda index: ExpertBlock(sizes))
+        super().__init__(
+            sizes, lambda index: ExpertBlock(sizes, Attention(sizes), sizes.experts), sizes.rotary
+        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -127,20 +105,6 @@ MIXTRAL_CONFIG = ConfigFormat(
         "tie_word_embeddings": False,
         "router_jitter_noise": 0.0,
     },
-)
-
-
-def write_mixtral_config(sizes: MixtralSizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    return MIXTRAL_CONFIG.write(sizes, max_position_embeddings=context)
-
-
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=MIXTRAL_CONFIG.architecture,
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_mixtral_config,
-    from_config=MIXTRAL_CONFIG.read,
 )
 
 
@@ -179,17 +143,15 @@ def check_mixtral_sizes(sizes: MixtralSizes) -> Iterator[ConfigError]:
         )
 
 
-MIXTRAL = ModelSpec(
+MIXTRAL = replace(
+    LLAMA3,
     name="mixtral",
     flavors=FLAVORS,
     build=Mixtral,
     tp_plan=EXPERT_TP_PLAN,
     init_roles=EXPERT_INIT_ROLES,
-    parameter_roles=ROLES,
-    tied_parameters=tied_output,
-    hugging_face=HUGGING_FACE,
+    hugging_face=MIXTRAL_CONFIG.mapping(NAMES, DERIVED),
     check_sizes=check_mixtral_sizes,
-    head_projections=["layers.*.attention.w[qkv]"],
     experts=lambda sizes: sizes.experts,
     load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),
 )

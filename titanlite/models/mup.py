@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from titanlite.errors import ConfigError
-from titanlite.models.spec import ModelSpec, SizesT, first_match
+from titanlite.models.sizes import SizesT
+from titanlite.models.spec import ModelSpec, first_match
 from titanlite.settings import Positive
 
 

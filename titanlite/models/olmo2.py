@@ -4,43 +4,31 @@ and norms of the queries and of the keys of all heads together."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, check_heads, tied_output
-from titanlite.models.llama import DERIVED, ROLES, Attention, FeedForward
-from titanlite.models.llama import TP_PLAN as LLAMA_PLAN
+from titanlite.models.decoder import Rope, RotaryDecoder
+from titanlite.models.llama import DERIVED, LLAMA3, Attention, FeedForward, LlamaSizes
 from titanlite.models.qwen3 import NAMES as QWEN3_NAMES
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 
 
 @dataclass(frozen=True)
-class Olmo2Sizes:
+class Olmo2Sizes(LlamaSizes):
     """The sizes of one OLMo 2 model: its keys of [model]."""
 
-    dim: size.Dim
-    n_layers: size.Layers
-    n_heads: size.Heads
-    n_kv_heads: size.KeyValueHeads
     hidden_dim: size.HiddenDim
+    _: KW_ONLY
     vocab_size: size.VocabSize = 100_352
-    norm_eps: size.NormEps = 1e-6
     rope_theta: size.RopeTheta = 500_000.0
     tied_embeddings: size.TiedEmbeddings = False
 
-    rope_scaling = None
     qk_norm = True
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.dim // self.n_heads
 
 
 class Olmo2Attention(Attention):
@@ -82,7 +70,7 @@ class Olmo2(RotaryDecoder):
     """The transformer of OLMo 2."""
 
     def __init__(self, sizes: Olmo2Sizes):
-        super().__init__(sizes, lambda index: Olmo2Block(sizes))
+        super().__init__(sizes, lambda index: Olmo2Block(sizes), sizes.rotary)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -109,24 +97,10 @@ OLMO2_CONFIG = ConfigFormat(
 )
 
 
-def write_olmo2_config(sizes: Olmo2Sizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    return OLMO2_CONFIG.write(sizes, max_position_embeddings=context)
-
-
 def read_olmo2_config(config: Mapping[str, Any]) -> Olmo2Sizes:
     """The sizes in a config.json; raises CheckpointError."""
     stated = {key: value for key, value in config.items() if value is not None}
     return OLMO2_CONFIG.read({"num_key_value_heads": config.get("num_attention_heads"), **stated})
-
-
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=OLMO2_CONFIG.architecture,
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_olmo2_config,
-    from_config=read_olmo2_config,
-)
 
 
 # --- the family -----------------------------------------------------------------------------------
@@ -142,20 +116,17 @@ FLAVORS = {
 }
 
 TP_PLAN = {
-    **LLAMA_PLAN,
+    **LLAMA3.tp_plan,
     "layers.*.attention.q_norm": "projection",
     "layers.*.attention.k_norm": "projection",
 }
 
-OLMO2 = ModelSpec(
+OLMO2 = replace(
+    LLAMA3,
     name="olmo2",
     flavors=FLAVORS,
     build=Olmo2,
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},  # arXiv 2501.00656, section 3.2
-    parameter_roles=ROLES,
-    tied_parameters=tied_output,
-    hugging_face=HUGGING_FACE,
-    check_sizes=check_heads,
-    head_projections=["layers.*.attention.w[qkv]"],
+    hugging_face=OLMO2_CONFIG.mapping(NAMES, DERIVED, from_config=read_olmo2_config),
 )

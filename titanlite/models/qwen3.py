@@ -3,48 +3,37 @@ query and key head, and heads whose width does not follow from the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated
 
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
-from titanlite.models.llama import DERIVED, INIT_ROLES, ROLES, TP_PLAN, TransformerBlock
+from titanlite.models.decoder import RotaryDecoder
+from titanlite.models.llama import DERIVED, LLAMA3, Attention, LlamaSizes, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
-class Qwen3Sizes:
+class Qwen3Sizes(LlamaSizes):
     """The sizes of one Qwen3 model: its keys of [model]."""
 
-    dim: size.Dim
-    n_layers: size.Layers
-    n_heads: size.Heads
-    n_kv_heads: size.KeyValueHeads
     hidden_dim: size.HiddenDim
+    _: KW_ONLY
     vocab_size: size.VocabSize = 151_936
     head_dim: Annotated[int, Range(1), "elements per head"] = 128
-    norm_eps: size.NormEps = 1e-6
-    rope_theta: size.RopeTheta = 1_000_000.0
     tied_embeddings: size.TiedEmbeddings = False
 
-    rope_scaling = None
     qk_norm = True
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.head_dim
 
 
 class Qwen3(RotaryDecoder):
     """The transformer of Qwen3."""
 
     def __init__(self, sizes: Qwen3Sizes):
-        super().__init__(sizes, lambda index: TransformerBlock(sizes))
+        super().__init__(
+            sizes, lambda index: TransformerBlock(sizes, Attention(sizes)), sizes.rotary
+        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -71,25 +60,6 @@ QWEN3_CONFIG = ConfigFormat(
 )
 
 
-def write_qwen3_config(sizes: Qwen3Sizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    return QWEN3_CONFIG.write(sizes, max_position_embeddings=context)
-
-
-def read_qwen3_config(config: Mapping[str, Any]) -> Qwen3Sizes:
-    """The sizes in a config.json; raises CheckpointError."""
-    return QWEN3_CONFIG.read(config)
-
-
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=QWEN3_CONFIG.architecture,
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_qwen3_config,
-    from_config=read_qwen3_config,
-)
-
-
 # --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
@@ -104,7 +74,8 @@ FLAVORS = {
     "32B": Qwen3Sizes(5120, 64, 64, 8, 25_600),
 }
 
-QWEN3 = ModelSpec(
+QWEN3 = replace(
+    LLAMA3,
     name="qwen3",
     flavors=FLAVORS,
     flavor_hints=dict.fromkeys(  # torchtitan has them in one family
@@ -112,11 +83,5 @@ QWEN3 = ModelSpec(
         'Set model.name = "qwen3_moe": this flavor has experts.',
     ),
     build=Qwen3,
-    tp_plan=TP_PLAN,
-    init_roles=INIT_ROLES,
-    parameter_roles=ROLES,
-    tied_parameters=tied_output,
-    hugging_face=HUGGING_FACE,
-    check_sizes=check_heads,
-    head_projections=["layers.*.attention.w[qkv]"],
+    hugging_face=QWEN3_CONFIG.mapping(NAMES, DERIVED),
 )

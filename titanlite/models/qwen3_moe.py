@@ -4,67 +4,46 @@ each query and key head, and many narrow experts."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any
 
-from titanlite.models import size_types as size
+from titanlite.models import sizes as size
 from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads, tied_output
-from titanlite.models.llama import DERIVED, ROLES
+from titanlite.models.decoder import RotaryDecoder, check_heads
+from titanlite.models.llama import DERIVED, Attention
 from titanlite.models.mixtral import (
     DENSE_KEYS,
     DENSE_NAMES,
-    EXPERT_INIT_ROLES,
-    EXPERT_TP_PLAN,
+    MIXTRAL,
     ExpertBlock,
+    MixtralSizes,
     hugging_face_balancing,
 )
 from titanlite.models.qwen3 import NORM_NAMES
-from titanlite.models.router import ExpertSizes
-from titanlite.models.spec import HuggingFaceMapping, ModelSpec
 from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
-class Qwen3MoESizes:
+class Qwen3MoESizes(MixtralSizes):
     """The sizes of one model: its keys of [model]."""
 
-    dim: size.Dim
-    n_layers: size.Layers
-    n_heads: size.Heads
-    n_kv_heads: size.KeyValueHeads
-    expert_hidden_dim: size.ExpertHiddenDim
+    _: KW_ONLY
     n_experts: size.Experts = 128
     n_active_experts: size.ActiveExperts = 8
     vocab_size: size.VocabSize = 151_936
     head_dim: Annotated[int, Range(1), "elements per head"] = 128
     norm_eps: size.NormEps = 1e-6
-    rope_theta: size.RopeTheta = 1_000_000.0
-    tied_embeddings: size.TiedEmbeddings = False
 
-    rope_scaling = None
     qk_norm = True
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-        return self.head_dim
-
-    @property
-    def hidden_dim(self) -> int:
-        """Width of a feed-forward layer: of an expert."""
-        return self.expert_hidden_dim
-
-    @property
-    def experts(self) -> ExpertSizes:
-        return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
 
 
 class Qwen3MoE(RotaryDecoder):
     """The transformer of Qwen3 30B-A3B and 235B-A22B."""
 
     def __init__(self, sizes: Qwen3MoESizes):
-        super().__init__(sizes, lambda index: ExpertBlock(sizes))
+        super().__init__(
+            sizes, lambda index: ExpertBlock(sizes, Attention(sizes), sizes.experts), sizes.rotary
+        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -121,15 +100,6 @@ def read_qwen3_moe_config(config: Mapping[str, Any]) -> Qwen3MoESizes:
     return QWEN3_MOE_CONFIG.for_experts(config.get("num_experts_per_tok")).read(config)
 
 
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=QWEN3_MOE_CONFIG.architecture,
-    names=NAMES,
-    derived=DERIVED,
-    to_config=write_qwen3_moe_config,
-    from_config=read_qwen3_moe_config,
-)
-
-
 # --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
@@ -144,17 +114,14 @@ FLAVORS = {
     "235B-A22B": Qwen3MoESizes(4096, 94, 64, 4, 1536),
 }
 
-QWEN3_MOE = ModelSpec(
+QWEN3_MOE = replace(
+    MIXTRAL,
     name="qwen3_moe",
     flavors=FLAVORS,
     build=Qwen3MoE,
-    tp_plan=EXPERT_TP_PLAN,
-    init_roles=EXPERT_INIT_ROLES,
-    parameter_roles=ROLES,
-    tied_parameters=tied_output,
-    hugging_face=HUGGING_FACE,
+    hugging_face=QWEN3_MOE_CONFIG.mapping(
+        NAMES, DERIVED, write_qwen3_moe_config, read_qwen3_moe_config
+    ),
     check_sizes=check_heads,
-    head_projections=["layers.*.attention.w[qkv]"],
-    experts=lambda sizes: sizes.experts,
     load_balancing=lambda sizes: hugging_face_balancing(0.001, sizes),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.errors import ConfigError
+from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.counts import ModelCounts, count_model, flops_of_block
 from titanlite.models.router import (
     NO_BALANCING,
@@ -20,6 +19,7 @@ from titanlite.models.router import (
     LoadBalancing,
     check_expert_sizes,
 )
+from titanlite.models.sizes import SizesT
 from titanlite.settings import KeyedSection, OneOf, Supported
 
 
@@ -74,126 +74,6 @@ PARAMETER_ROLES = {
     "query_gain": "gain of the normalized queries",
     "output_gain": "gain or bias of the hidden states that the output matrix reads",
 }
-
-
-class ModelSizes(Protocol):
-    """The sizes of one model that other packages read; each family has a frozen dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def dim(self) -> int:
-        """Width of the residual stream."""
-
-    @property
-    def n_layers(self) -> int:
-        """Transformer blocks."""
-
-    @property
-    def n_heads(self) -> int:
-        """Query heads per block."""
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Key-value heads per block."""
-
-    @property
-    def head_width(self) -> int:
-        """Elements per head."""
-
-    @property
-    def hidden_dim(self) -> int:
-        """Width of the feed-forward layer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids that the model has embeddings for."""
-
-
-SizesT = TypeVar("SizesT", bound=ModelSizes)
-EXPERT_INDEX = "{expert}"  # in Hugging Face's names
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """How Hugging Face stores a parameter, where it does not store the same tensor."""
-
-    transposed: bool = False  # a matrix is stored as [in, out]
-    index: int = 0  # which of the parameters that are concatenated along their outputs
-    count: int = 1  # how many are; all have the same shape
-
-    def stored_shape(self, shape: Sequence[int]) -> torch.Size:
-        """Shape of the stored tensor that contains a parameter of `shape`."""
-        rows, *columns = shape
-        stored = [rows * self.count, *columns]
-        return torch.Size(reversed(stored) if self.transposed else stored)
-
-    def own_shape(self, stored: Sequence[int]) -> torch.Size:
-        """Shape of the parameter in a stored tensor; inverse of `stored_shape`."""
-        rows, *columns = reversed(stored) if self.transposed else stored
-        return torch.Size([rows // self.count, *columns])
-
-    def read(
-        self, stored: Any, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-    ) -> Tensor:
-        """`lengths` elements from `offsets` on of a parameter of `shape`; `stored` is sliced."""
-        first = [self.index * shape[0] + offsets[0], *offsets[1:]]
-        part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
-        return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
-
-
-def join_parts(parts: Sequence[StoredPart], tensors: Sequence[Tensor]) -> Tensor:
-    """The stored tensor of some parameters, given in any order."""
-    ordered = sorted(zip(parts, tensors, strict=True), key=lambda pair: pair[0].index)
-    joined = torch.cat([tensor for _, tensor in ordered]) if len(ordered) > 1 else ordered[0][1]
-    return joined.t() if parts[0].transposed else joined
-
-
-SAME_TENSOR = StoredPart()
-
-
-@dataclass(frozen=True)
-class HuggingFaceMapping(Generic[SizesT]):
-    """The same architecture in Hugging Face's format."""
-
-    architecture: str  # in config.json's `architectures`
-    names: Mapping[str, str]
-    # titanlite's parameter name -> Hugging Face's; `*`: layer index; `{expert}`: stacked experts
-    # [E, ...] are one tensor for each expert, with its index in the name
-    derived: str  # pattern of tensors in old folders that are computed from config.json
-    to_config: Callable[[SizesT, int], dict[str, Any]]
-    # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
-    from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
-    parts: Mapping[str, StoredPart] = dataclasses.field(default_factory=dict)
-    # names as in `names` of parameters that are not stored as the same tensor
-    optional_prefix: str = ""  # of names; a folder may leave it out
-
-    def name_of(self, name: str) -> str:
-        """Hugging Face's name of one of our parameters; with `{expert}` if it is stacked."""
-        index = "".join(part for part in name.split(".") if part.isdigit())
-        return self.names[_without_index(name)].replace("*", index)
-
-    def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-        """Hugging Face's names and shapes of the tensors that one of our parameters is stored in.
-
-        Several, if ours stacks the weights of experts.
-        """
-        stored = self.name_of(name)
-        if EXPERT_INDEX not in stored:
-            return {stored: self.part_of(name).stored_shape(shape)}
-        return {stored.replace(EXPERT_INDEX, str(expert)): shape[1:] for expert in range(shape[0])}
-
-    def is_stacked(self, name: str) -> bool:
-        """Whether one of our parameters is a tensor for each expert."""
-        return EXPERT_INDEX in self.name_of(name)
-
-    def part_of(self, name: str) -> StoredPart:
-        """How one of our parameters is stored in the tensor of that name."""
-        return self.parts.get(_without_index(name), SAME_TENSOR)
-
-
-def _without_index(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 @dataclass(frozen=True)

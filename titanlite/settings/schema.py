@@ -60,7 +60,10 @@ Fraction = Annotated[float, Range(0, 1)]
 def type_hints(schema: type) -> dict[str, Any]:
     """The type of each field, including its `Range`, `Supported` or `OneOf`."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    return {k: h for k, h in hints.items() if ClassVar not in (h, typing.get_origin(h))}
+    no_keys = (ClassVar, dataclasses.KW_ONLY)
+    return {
+        k: h for k, h in hints.items() if h not in no_keys and typing.get_origin(h) is not ClassVar
+    }
 
 
 class KeyedSection:
