@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -30,9 +31,7 @@ class TinySizes:
         return self.dim // self.n_heads
 
     def as_llama(self) -> Llama3Sizes:
-        return Llama3Sizes(
-            self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.hidden_dim, self.vocab_size
-        )
+        return Llama3Sizes(**dataclasses.asdict(self))
 
 
 def check_tiny_sizes(sizes: TinySizes) -> Iterator[ConfigError]:
@@ -70,9 +69,8 @@ def refusal(run_toml, *argv: str) -> str:
 def test_a_family_in_the_dictionary_can_be_configured(run_toml, tiny):
     job = read_tiny(run_toml)
     assert job.spec is TINY
-    assert job.sizes == TinySizes(
-        32, 2, 4, 2, 64, vocab_size=258
-    )  # the flavor's, and the file's overrides
+    # the flavor's, and the file's overrides
+    assert job.sizes == TinySizes(32, 2, 4, 2, 64, vocab_size=258)
     assert job.spec.build(job.sizes)(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 258)
 
 
