@@ -70,10 +70,6 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/log.py: logger.propagate": "API of the logging module",
     "titanlite/parallelize/activation_checkpoint.py: "
     "torch._functorch.config.activation_memory_budget": "torch setting",
-    "titanlite/parallelize/activation_checkpoint.py: "
-    "torch._functorch.config.visualize_memory_budget_pareto": "torch setting",
-    "titanlite/parallelize/activation_checkpoint.py: "
-    "torch._functorch.config.memory_budget_pareto_dir": "torch setting",
     "titanlite/parallelize/compile.py: torch._dynamo.config.recompile_limit": "torch setting",
     "titanlite/parallelize/compile.py: torch._inductor.config._micro_pipeline_tp": "torch setting",
     "titanlite/parallelize/compile.py: cpu_vec_isa.VecISA._probe_load": (

@@ -468,7 +468,7 @@ def run_until(
             record.rest = rest.parameters, rest.gradients, rest.optimizer_state
 
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
-    clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
+    clip = replace(adaptive_clip(state.model.named_parameters(), recipe.adaptive), eps=ADAPTIVE_EPS)
     while state.step < until:
         inputs, labels = own_rows(mesh, *batch_at(state.step, recipe))
         for group in state.optimizer.param_groups:

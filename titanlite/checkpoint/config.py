@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from titanlite.checkpoint.manifest import read_checkpoint_manifest
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.settings import NotNegative, Positive, Range, Supported
+from titanlite.settings import NotNegative, Positive, Range
 from titanlite.storage import StorageFolder, is_url
 
 EXCLUDABLE_PARTS = ("optimizer", "dataloader", "train_state")  # of exclude_from_loading
@@ -26,8 +26,6 @@ class CheckpointConfig:
     initial_load_path: str | None = None  # step-N folder of another run to start from
     initial_load_model_only: bool = True  # load only that folder's weights, and start at position 0
     initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder of safetensors
-    initial_load_in_hf_quantized: Annotated[bool, Supported((False,), "Quantised loading")] = False
-    # the weights of that folder are quantised
     last_save_model_only: bool = False
     # save the last checkpoint without optimizer state; the run can then not be extended
     last_save_in_hf: bool = False

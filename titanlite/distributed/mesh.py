@@ -71,9 +71,6 @@ class ParallelismConfig:
     expert_tensor_parallel_degree: Positive = 1
     # tensor ranks that each expert is sharded over, with expert parallel: 1 (the tensor ranks are
     # borrowed too) or tensor_parallel_degree; without it, always tensor_parallel_degree
-    expert_parallel_comm_backend: Annotated[
-        Literal["standard", "deepep"], Supported(("standard",), "DeepEP")
-    ] = "standard"  # implementation of the token exchange between experts
 
 
 class ParallelDimension(NamedTuple):

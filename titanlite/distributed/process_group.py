@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from titanlite.distributed.rendezvous import (
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.settings import NotNegative, Positive, Supported
+from titanlite.settings import NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,10 @@ class CommConfig:
     train_timeout_seconds: Positive = 100  # timeout after the first step
     trace_buf_size: NotNegative = 20_000  # collectives that the flight recorder stores; 0: off
     save_traces_folder: str = "comm_traces"  # folder of the traces of a hang, in job.dump_folder
-    save_traces_file_prefix: str = "rank_"  # prefix of the file names of these traces
-    mode: Annotated[
-        Literal["default", "fake_backend", "local_tensor"], Supported(("default",), "A dry run")
-    ] = "default"  # communication backend: real or fake
 
     def flight_recorder(self, folder: Path) -> FlightRecorder:
         """The recorder of collectives, which writes its files into the run's folder."""
-        files = folder / self.save_traces_folder
-        return FlightRecorder(files, self.save_traces_file_prefix, self.trace_buf_size)
+        return FlightRecorder(folder / self.save_traces_folder, "rank_", self.trace_buf_size)
 
 
 @dataclass(frozen=True)
@@ -60,8 +54,6 @@ class DebugConfig:
     deterministic_warn_only: bool = (
         False  # warn where no deterministic kernel exists, instead of failing
     )
-    moe_force_load_balance: Annotated[bool, Supported((False,), "Expert parallel")] = False
-    # send every expert the same number of tokens
 
 
 @dataclass(frozen=True)

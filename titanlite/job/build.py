@@ -51,7 +51,6 @@ from titanlite.meters.noise_scale import NoiseScale
 from titanlite.metrics import MetricSinks, build_profilers, metrics_folder, no_sinks, open_sinks
 from titanlite.optim import MatrixFacts, OptimizerInBackward, adaptive_clip, build_optimizer
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
-from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import prepare_compiler
 from titanlite.runtime import (
     HeartbeatWatchdog,
@@ -215,8 +214,6 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
     if config.compiles:
         _, problem = capture_user_error(lambda: prepare_compiler(device))
         raise_on_all_ranks(problem)
-    if config.activation_checkpoint.visualize_memory_budget_pareto:
-        plot_memory_budgets(job.folder / "memory_budget_pareto")
     kernel = run_on_rank_0(
         lambda: choose_kernel(
             config.attention,
@@ -271,12 +268,7 @@ def build_step_settings(
     """The settings of every optimizer step, without the hooks of meters."""
     training, adaptive = job.config.training, None
     if training.clipping == "adaptive":
-        adaptive = adaptive_clip(
-            state.model.named_parameters(),
-            training.adaptive_clip_factor,
-            training.adaptive_clip_eps,
-            training.adaptive_clip_exclude,
-        )
+        adaptive = adaptive_clip(state.model.named_parameters(), training.adaptive_clip_factor)
     judge = state.parts.get("guard")
     accepts = judge.judge if isinstance(judge, StepJudge) else None
     return StepSettings(mesh, training.clip_norm, in_backward, adaptive, accepts)

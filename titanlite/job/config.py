@@ -99,7 +99,7 @@ _MATHEMATICS = (
     *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed"),
 )
 _NO_MATHEMATICS = (
-    *("local_batch_size", "enable_cpu_offload", "gc_freq", "gc_debug"),
+    *("local_batch_size", "enable_cpu_offload", "gc_freq"),
     *("optimizer.implementation", "model.print_after_conversion"),
 )
 

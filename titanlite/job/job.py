@@ -64,7 +64,6 @@ class Job:
             float8=config.float8,
             param_dtype=DTYPES[training.dtype],
             compute_dtype=DTYPES[training.mixed_precision_param],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cpu_offload=training.enable_cpu_offload,
             document_mask=config.attention.mask == "document",
         )
@@ -218,7 +217,7 @@ class Job:
             "schedule": str(self.rate_schedule),
             "guard": str(config.guard),
             "precision": f"compute {compute}{emulated},"
-            f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
+            " reduce fp32,"
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",
             "compile": str(config.compile) if config.compile.enable else "",

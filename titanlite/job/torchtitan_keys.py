@@ -72,9 +72,46 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 }
 
 
+ALWAYS = {  # keys of torchtitan that have one value here
+    "activation_checkpoint.visualize_memory_budget_pareto": False,
+    "checkpoint.initial_load_in_hf_quantized": False,
+    "comm.mode": "default",
+    "comm.save_traces_file_prefix": "rank_",
+    "debug.moe_force_load_balance": False,
+    "metrics.save_for_all_ranks": False,
+    "parallelism.expert_parallel_comm_backend": "standard",
+    "training.gc_debug": False,
+    "training.mixed_precision_reduce": "float32",
+}
+NO_EFFECT = {  # keys of torchtitan that decide nothing here: the models draw no random numbers
+    "activation_checkpoint": ("preserve_rng_state", "determinism_check", "early_stop"),
+}
+
+
 def complete_table(table: dict[str, Any]) -> list[ConfigError]:
     """Replace, in a job's TOML with its overrides, torchtitan's keys and `model.from`."""
-    return [*_accept_torchtitan(table), *_resolve_model_source(table)]
+    return [
+        *_accept_torchtitan(table),
+        *_remove_constants(table),
+        *_resolve_model_source(table),
+    ]
+
+
+def _remove_constants(table: dict[str, Any]) -> Iterator[ConfigError]:
+    """Remove the keys of `ALWAYS` and `NO_EFFECT`; an error for each other value."""
+    sections = {name: value for name, value in table.items() if isinstance(value, dict)}
+    for section, names in NO_EFFECT.items():
+        for name in names:
+            sections.get(section, {}).pop(name, None)
+    for key, constant in ALWAYS.items():
+        section, name = key.split(".")
+        given = _text_or_value(sections.get(section, {}).pop(name, constant))
+        if str(given).lower() != str(constant).lower():
+            yield ConfigError(
+                f"{key} = {format_value(given)}: is not available in this version.",
+                fix=f"Use {format_value(constant)}, or remove it.",
+                keys=(key,),
+            )
 
 
 def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 from titanlite.errors import ConfigError
-from titanlite.settings import NotNegative, Positive, Supported
+from titanlite.settings import NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -19,10 +18,6 @@ class MetricsConfig:
     enable_tensorboard: bool = False  # also write TensorBoard event files
     disable_color_printing: bool = False  # print without colors
     save_tb_folder: str = "tb"  # TensorBoard's folder, under job.dump_folder
-    save_for_all_ranks: Annotated[bool, Supported((False,), "Writing metrics from every rank")] = (
-        False
-    )
-    # write the records of every rank instead of rank 0 only
     enable_wandb: bool = False  # also send the records to Weights & Biases
     layer_norms_freq: NotNegative = 0
     # steps between two records of each layer's gradient, weight and update norm; 0: none

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from titanlite.distributed.collectives import local_shard, reduce_partial
-from titanlite.optim.recipe import matches_any
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class AdaptiveClip:
     """
 
     factor: float
-    eps: float
+    eps: float = 1e-3
     excluded: frozenset[nn.Parameter] = frozenset()  # their gradients are not clipped
 
     @torch.no_grad()
@@ -56,14 +55,11 @@ class AdaptiveClip:
 
 
 def adaptive_clip(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    factor: float,
-    eps: float,
-    exclude: list[str],
+    named_parameters: Iterable[tuple[str, nn.Parameter]], factor: float
 ) -> AdaptiveClip:
-    """The `AdaptiveClip` of a model; `exclude`: name patterns of parameters without clipping."""
-    excluded = (parameter for name, parameter in named_parameters if matches_any(name, exclude))
-    return AdaptiveClip(factor, eps, frozenset(excluded))
+    """The `AdaptiveClip` of a model; as in the paper, its output layer is not clipped."""
+    output = (parameter for name, parameter in named_parameters if name.startswith("output."))
+    return AdaptiveClip(factor, excluded=frozenset(output))
 
 
 def _unit_squares(tensor: Tensor) -> Tensor:

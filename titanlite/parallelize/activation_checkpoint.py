@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,14 +41,9 @@ class ActivationCheckpointConfig:
     )
     # under "op": always recompute matmuls of the same weight shape as a linear layer whose name
     # contains one of these
-    early_stop: bool = False  # stop recomputing once every needed tensor is available
     memory_budget: Fraction = 0.5  # under memory_budget: fraction of the activations to store
-    visualize_memory_budget_pareto: bool = False
-    # under memory_budget: plot memory against time, in memory_budget_pareto/ of job.dump_folder
     offload: bool = False  # store saved activations in host memory, prefetch them in backward
-    preserve_rng_state: bool = False  # restore the RNG state of forward; the models use no RNG
-    determinism_check: Literal["default", "none"] = "default"  # check the recomputed shapes
-    debug: bool = False  # show traces of forward and recomputation in that check's error
+    debug: bool = False  # show traces of forward and recomputation if their shapes differ
 
     def __str__(self) -> str:
         option = self.selective_ac_option
@@ -99,22 +93,14 @@ def set_memory_budget(config: ActivationCheckpointConfig) -> None:
     torch._functorch.config.activation_memory_budget = budget
 
 
-def plot_memory_budgets(folder: Path) -> None:
-    """Make the compiler plot memory budget against runtime, for every graph."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch._functorch.config.visualize_memory_budget_pareto = True
-    torch._functorch.config.memory_budget_pareto_dir = str(folder)
-
-
 def _checkpointed(forward, config: ActivationCheckpointConfig, contexts, *inputs):
     selective = {} if contexts is None else {"context_fn": contexts}
     return checkpoint(
         forward,
         *inputs,
         use_reentrant=False,
-        preserve_rng_state=config.preserve_rng_state,
-        determinism_check=config.determinism_check,
-        early_stop=config.early_stop,
+        preserve_rng_state=False,  # the models draw no random numbers
+        early_stop=False,  # recompute whole blocks, as torchtitan does by default
         debug=config.debug,
         **selective,
     )

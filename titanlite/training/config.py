@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titanlite.settings import Positive, Range, Supported
+from titanlite.settings import Positive, Range
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ class TrainingConfig:
     # with clipping = "norm": clip the gradient to this 2-norm; 0: do not clip
     adaptive_clip_factor: Annotated[float, Range(1e-6)] = 0.01
     # with clipping = "adaptive": largest norm of a unit's gradient, relative to that of its weights
-    adaptive_clip_eps: Annotated[float, Range(1e-12)] = (
-        1e-3  # weights with a smaller norm count as this
-    )
-    adaptive_clip_exclude: list[str] = field(default_factory=lambda: ["output.*"])
-    # name patterns of parameters whose gradients adaptive clipping does not change
     steps: Positive = 10_000  # optimizer steps, counted from the start of the run
     enable_cpu_offload: bool = False
     # store parameters, gradients and optimizer state in host memory
@@ -43,12 +38,9 @@ class TrainingConfig:
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     # compute dtype: parameters are cast to it, in every layout; float16 scales the loss; auto:
     # bfloat16, and float32 on a CPU without bfloat16 units
-    mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of the gradient reduction
     gc_freq: Positive = (
         50  # steps between two garbage collections; all ranks collect at the same step
     )
-    gc_debug: Annotated[bool, Supported((False,), "Garbage-collection debugging")] = False
-    # run the collector every step and report reference cycles that hold tensors
 
     @property
     def clip_norm(self) -> float:
