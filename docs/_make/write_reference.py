@@ -27,7 +27,13 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     # and what watches a run of several ranks
     *("guard", "meters", "generate.py", "config_reference.py", "models/mup.py", "optim/mup.py"),
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
-    *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py", "job/torchtitan_keys.py"),
+    *(
+        "models/olmo2.py",
+        "models/qwen3.py",
+        "models/qwen3_moe.py",
+        "job/torchtitan_keys.py",
+        "job/option_checks.py",
+    ),
     *("models/config_json.py", "models/load_balancing.py", "models/moe.py", "models/router.py"),
     *("kernels/documents.py", "kernels/flash.py", "kernels/grouped.py"),
     *("parallelize/context.py", "parallelize/context_attention.py"),

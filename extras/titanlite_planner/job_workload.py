@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from titanlite.job import Job
-from titanlite.optim import MatrixFacts, optimizer_state_bytes
+from titanlite.optim import MatrixFacts
+from titanlite_planner.memory.optimizer_state import optimizer_state_bytes
 from titanlite_planner.model_shape import shape_of
 from titanlite_planner.workload import (
     Layout,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees
-from titanlite.errors import CheckpointError, ConfigError, UserError
-from titanlite.guard.policy import check_guard_config
+from titanlite.errors import ConfigError, UserError
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
+from titanlite.job.option_checks import check_guard, check_sharded_options, check_update_options
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
-from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
-from titanlite.models.load_balancing import check_load_balancing
-from titanlite.models.mup import check_mup_base
+from titanlite.models import ModelSizes, ModelSpec
 from titanlite.optim import (
     Progress,
     RateSchedule,
@@ -24,24 +20,12 @@ from titanlite.optim import (
     check_lr_scheduler_config,
     check_optimizer_config,
     check_schedule_end,
-    moment_format,
-    whole_matrix_optimizers,
 )
-from titanlite.optim.checks import check_group_patterns
-from titanlite.optim.low_memory import StateDtype
-from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize import ModelTransforms
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.context import check_context_parallel
-from titanlite.parallelize.expert import (
-    check_expert_parallel,
-    expert_shard_shape,
-    hidden_dims_of_experts,
-)
-from titanlite.parallelize.float8 import check_float8
-from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
-from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
+from titanlite.parallelize.tensor import check_tensor_parallel
 from titanlite.training.batch_schedule import (
     BatchSchedule,
     build_batch_schedule,
@@ -49,31 +33,11 @@ from titanlite.training.batch_schedule import (
 )
 
 
-def check_model(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[UserError]:
-    """Yield the problems of the model, for any number of ranks."""
-    yield from spec.find_size_problems(sizes)
-    yield from check_mup(config, spec, sizes)
-    yield from check_load_balancing(config.experts, spec, sizes)
-    yield from _check_groups(config, spec, sizes)
-    if config.checkpoint.last_save_in_hf:
-        yield from _check_export(spec, sizes)
-    if config.optimizer.muon_per_head and not spec.head_projections:
-        yield ConfigError(
-            f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
-            " list the layers that project to heads.",
-            fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
-            keys=("optimizer.muon_per_head", "model.name"),
-        )
-    if spec.experts(sizes) is not None:
-        yield from _check_expert_optimizers(config)
-
-
 def check_degrees(config: JobConfig, degrees: Degrees) -> Iterator[UserError]:
     """Yield the problems of the degrees of parallelism, for any model."""
     yield from check_batch_size(config.training, degrees.data)
     yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
-    yield from _check_update_options(config, degrees)
-    yield from _check_noise_scale(config, degrees)
+    yield from check_update_options(config, degrees)
 
 
 def check_sharding(
@@ -81,9 +45,7 @@ def check_sharding(
 ) -> Iterator[UserError]:
     """Yield the problems of the model under the degrees of parallelism."""
     yield from _check_sequence_lengths(config, sizes, degrees)
-    yield from _check_float8_sizes(config, sizes, degrees)
-    yield from check_expert_parallel(degrees, spec.experts(sizes))
-    yield from _check_quantisation_blocks(spec, sizes, degrees, config.optimizer.state_dtype)
+    yield from check_sharded_options(config, spec, sizes, degrees)
 
 
 def check_sections(config: JobConfig) -> Iterator[UserError]:
@@ -109,40 +71,10 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
-    yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
-    if config.guard.rolls_back:
-        yield from _check_rollback(config)
+    yield from check_guard(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
-
-
-def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject settings under which no checkpoint would be old enough."""
-    checkpoint, guard = config.checkpoint, config.guard
-    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
-    if not checkpoint.saves:
-        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
-        yield ConfigError(
-            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
-            " back to.",
-            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
-            keys=(key, f"checkpoint.{name}"),
-        )
-        return
-    # The last try goes back to `longest_steps` before the first trouble. Its own trouble may come
-    # later: this assumes at most as many steps again.
-    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
-    reach = (kept - 1) * checkpoint.interval
-    if kept and reach < needed:
-        yield ConfigError(
-            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
-            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
-            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
-            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
-            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
-            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
-        )
 
 
 def _check_sequence_lengths(
@@ -172,102 +104,6 @@ def _check_positions(sizes: ModelSizes, seq_len: int, key: str) -> Iterator[Conf
         )
 
 
-def _check_float8_sizes(
-    config: JobConfig, sizes: ModelSizes, degrees: Degrees
-) -> Iterator[ConfigError]:
-    training, sequences = config.training, config.training.local_batch_size
-    if degrees.pipeline > 1:
-        sequences = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = sequences * training.seq_len // degrees.context
-    yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
-
-
-def _check_quantisation_blocks(
-    spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, state_dtype: StateDtype
-) -> Iterator[ConfigError]:
-    """Reject degrees that split a quantisation block of the optimizer state."""
-    if state_dtype in ("float32", "bfloat16"):  # no blocks
-        return
-    with torch.device("meta"):
-        model = spec.build(sizes)
-    hidden_dims = hidden_dims_of_experts(model)
-    for name, parameter in model.named_parameters():
-        shape, hidden_dim = parameter.shape, hidden_dims.get(name)
-        if hidden_dim is not None:
-            local = expert_shard_shape(shape, hidden_dim, degrees)
-            if len(local) == 3:
-                dim = sharded_dim_of_experts(local, degrees.expert_shard)
-                local[dim] = -(-local[dim] // degrees.expert_shard)
-            width = local[-1]
-        elif len(shape) == 2:
-            role = first_match(spec.tp_plan, name.rpartition(".")[0])
-            _, width = weight_shard_size(role, *shape, degrees.tensor, sizes.head_width)
-        else:
-            continue
-        block = moment_format(shape, state_dtype).block
-        if block and width % block:
-            yield ConfigError(
-                f'optimizer.state_dtype = "{state_dtype}": the layout {degrees} shards {name} by'
-                f" columns: a rank has {width} of {shape[-1]}, which splits quantisation blocks of"
-                f" {block}.",
-                fix="Use other degrees, such as a smaller parallelism.tensor_parallel_degree, or"
-                ' optimizer.state_dtype = "bfloat16".',
-                keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
-            )
-            return
-
-
-def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
-    """Reject parameter groups that do not fit the names of the model."""
-    if not config.optimizer.groups or any(spec.find_size_problems(sizes)):
-        return
-    with torch.device("meta"):
-        names = [name for name, _ in spec.build(sizes).named_parameters()]
-    yield from check_group_patterns(config.optimizer.groups, names)
-
-
-def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
-    """Reject a base model or an optimizer that muP has no rule for."""
-    if config.mup.base is None:
-        return
-    yield from check_mup_base(config.mup, spec, sizes)
-    if config.model.initialization != "titanlite":
-        yield ConfigError(
-            f'mup.base with model.initialization = "{config.model.initialization}": torchtitan has'
-            " no muP.",
-            fix="Remove one of the two.",
-            keys=("mup.base", "model.initialization"),
-        )
-    optimizer = config.optimizer
-    groups = (optimizer.replace(**group.overrides()) for group in optimizer.groups)
-    sections = [optimizer, *groups]
-    rules = [(section.name, section.recipe.mup_rule) for section in sections]
-    adam_decay = max((s.weight_decay for s in sections if s.name == "Adam"), default=0.0)
-    yield from check_mup_optimizers(rules, adam_decay, config.training.max_norm)
-
-
-def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject optimizers that have no state for the stacked matrices of experts."""
-    if "SOAP" in whole_matrix_optimizers(config.optimizer):
-        yield ConfigError(
-            "optimizer.name = SOAP: keeps the statistics of single matrices, and the experts of a"
-            " block are a stack of them.",
-            fix="Use Muon, which orthogonalizes each expert, or AdamW.",
-            keys=("optimizer.name", "optimizer.groups"),
-        )
-
-
-def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
-    """Reject a model that could not be exported at the end of the run."""
-    try:
-        spec.hugging_face.to_config(sizes, 0)
-    except CheckpointError as error:
-        yield ConfigError(
-            f"checkpoint.last_save_in_hf = true: {error.message}",
-            keys=("checkpoint.last_save_in_hf",),
-        )
-
-
 def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
     """Reject a param dtype that the compute dtype does not allow."""
     compute, params = "training.mixed_precision_param", "training.dtype"
@@ -293,103 +129,13 @@ def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterato
         return
     steps = config.training.steps
     try:
-        global_batch = resolve_global_batch(config, degrees or Degrees())
+        global_batch = config.training.sequences_per_step((degrees or Degrees()).data)
         batches = build_batch_schedule(config.training, global_batch)
     except ConfigError:  # reported by check_batch_size
         return
     tokens = batches.tokens_after(steps - 1)
     last = Progress(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
     yield from check_schedule_end(plan_rate_schedule(config, batches), steps, last)
-
-
-def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject combinations of the options for when and where parameters are updated."""
-    training = config.training
-    if config.optimizer.offload and training.enable_cpu_offload:
-        yield ConfigError(
-            "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
-            " optimizer state in host memory, with the parameters and gradients.",
-            fix="Disable one of the two.",
-            keys=("optimizer.offload", "training.enable_cpu_offload"),
-        )
-    if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
-        yield ConfigError(
-            f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"
-            " the CPU.",
-            fix="Set training.enable_cpu_offload = false, or use another optimizer.",
-            keys=("training.enable_cpu_offload", "optimizer.name"),
-        )
-    if config.optimizer.early_step_in_backward:
-        yield from _check_early_step(config, degrees)
-
-
-def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject settings that do not fit an update of each parameter during backward."""
-    training, in_backward = config.training, "optimizer.early_step_in_backward"
-    if training.clip_norm:
-        yield ConfigError(
-            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
-            " the whole gradient, which is known only after backward.",
-            fix='Set training.clipping = "none", or training.max_norm = 0.',
-            keys=(in_backward, "training.max_norm"),
-        )
-    if training.clipping == "adaptive":
-        yield ConfigError(
-            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
-            " gradients have been applied and freed.",
-            fix='Set training.clipping = "none".',
-            keys=(in_backward, "training.clipping"),
-        )
-    if degrees.pipeline > 1:
-        yield ConfigError(
-            f"{in_backward} = true: parallelism.pipeline_parallel_degree = {degrees.pipeline}:"
-            " pipeline stages reuse each weight for later micro-batches.",
-            fix=f"Set {in_backward} = false, or parallelism.pipeline_parallel_degree = 1.",
-            keys=(in_backward, "parallelism.pipeline_parallel_degree"),
-        )
-    if training.mixed_precision_param == "float16":
-        yield ConfigError(
-            f'{in_backward} = true: training.mixed_precision_param = "float16" skips steps whose'
-            " gradient overflows, which is known only after backward.",
-            fix='Use mixed_precision_param = "bfloat16".',
-            keys=(in_backward, "training.mixed_precision_param"),
-        )
-    if training.enable_cpu_offload:
-        yield ConfigError(
-            f"{in_backward} = true: training.enable_cpu_offload = true stores gradients in host"
-            " memory, so an early step would save no device memory.",
-            fix="Disable one of the two.",
-            keys=(in_backward, "training.enable_cpu_offload"),
-        )
-    rank_batch = resolve_global_batch(config, degrees) // degrees.data
-    microbatches = rank_batch // training.local_batch_size
-    if microbatches > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
-        yield ConfigError(
-            f"{in_backward} = true: gradients accumulate over {microbatches} micro-batches, but"
-            " this would update the parameters after each of them.",
-            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
-            " local_batch_size.",
-            keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
-        )
-
-
-def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject measuring the gradient noise scale where there is no gradient of a smaller batch."""
-    freq, key = config.metrics.noise_scale_freq, "metrics.noise_scale_freq"
-    if freq and config.optimizer.early_step_in_backward:
-        yield ConfigError(
-            f"{key} = {freq}: computes the gradient of half the batch first, and"
-            " optimizer.early_step_in_backward = true would apply it.",
-            fix="Disable one of the two.",
-            keys=(key, "optimizer.early_step_in_backward"),
-        )
-    if freq and resolve_global_batch(config, degrees) == 1:
-        yield ConfigError(
-            f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
-            " global batch is 1 sequence.",
-            fix="Use a larger training.global_batch_size.",
-            keys=(key, "training.global_batch_size", "training.local_batch_size"),
-        )
 
 
 def plan_job_pipeline(
@@ -405,11 +151,3 @@ def plan_job_pipeline(
         training.local_batch_size,
         ModelTransforms(config.activation_checkpoint, compile=config.compile).splits_backward,
     )
-
-
-def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
-    """Samples of one optimizer step, over all ranks, after the ramp."""
-    training = config.training
-    if training.global_batch_size == -1:
-        return training.local_batch_size * degrees.data
-    return training.global_batch_size

@@ -9,10 +9,10 @@ from typing import Any
 from titanlite.distributed.mesh import resolve_degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import checks
-from titanlite.job.checks import resolve_global_batch
 from titanlite.job.config import JobConfig
 from titanlite.job.environment import check_environment, device_type
 from titanlite.job.job import Job
+from titanlite.job.option_checks import check_model_options
 from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES
@@ -57,7 +57,8 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
     sizes = plan = degrees = None
     try:
         sizes = spec.sizes_of(config.model)
-        problems += checks.check_model(config, spec, sizes)
+        problems += spec.find_size_problems(sizes)
+        problems += check_model_options(config, spec, sizes)
         plan, of_pipeline = checks.plan_job_pipeline(config, spec, sizes)
         problems += of_pipeline
     except ConfigError as error:
@@ -72,4 +73,5 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
         problems += checks.check_sharding(config, spec, sizes, degrees)
     if problems or not (sizes and degrees and plan):
         return None, problems
-    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees)), []
+    global_batch = config.training.sequences_per_step(degrees.data)
+    return Job(config, spec, sizes, degrees, plan, global_batch), []

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
-from titanlite.optim.build import (
-    build_optimizer,
-    optimizer_state_bytes,
-    owner_flops,
-    whole_matrix_bytes,
-)
+from titanlite.optim.build import build_optimizer, recipe_of_parameter
 from titanlite.optim.checks import (
     check_optimizer_config,
     check_optimizer_device,
@@ -64,9 +59,7 @@ __all__ = [
     "count_copies",
     "moment_bytes",
     "moment_format",
-    "optimizer_state_bytes",
-    "owner_flops",
+    "recipe_of_parameter",
     "shard_norms",
-    "whole_matrix_bytes",
     "whole_matrix_optimizers",
 ]

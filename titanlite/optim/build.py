@@ -12,7 +12,6 @@ from titanlite.models.mup import WidthScale
 from titanlite.optim.config import OptimizerConfig
 from titanlite.optim.fp32_vectors import (
     is_low_vector,
-    state_bytes_of_parameter,
     updating_vectors_in_float32,
 )
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
@@ -22,7 +21,6 @@ from titanlite.optim.optimizer_set import (
     SCHEDULE,
     OptimizerSet,
 )
-from titanlite.optim.owned_matrices import largest_round
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
 
 
@@ -40,7 +38,7 @@ def build_optimizer(
     """
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = _recipe_of_parameter(name, parameter.shape, config, facts)
+        recipe = recipe_of_parameter(name, parameter.shape, config, facts)
         members = next((members for other, members in recipes if other == recipe), None)
         if members is None:
             recipes.append((recipe, members := []))
@@ -55,44 +53,10 @@ def build_optimizer(
     return OptimizerSet(optimizers, config.lr, schedule)
 
 
-def optimizer_state_bytes(
-    shapes: Iterable[tuple[str, torch.Size]],
-    config: OptimizerConfig,
-    param_dtype: torch.dtype,
-    facts: MatrixFacts | None = None,
-) -> float:
-    """Bytes of the state in device memory; `shapes`: (name, global shape) of parameters."""
-    total = 0.0
-    for name, shape in shapes:
-        recipe = _recipe_of_parameter(name, shape, config, facts)
-        total += state_bytes_of_parameter(recipe.state_bytes, shape, param_dtype)
-    return total
-
-
-def owner_flops(name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts) -> float:
-    """FLOPs of the update of a parameter whose state is on one rank; 0: every rank has a shard."""
-    flops = _recipe_of_parameter(name, shape, config, facts).owner_flops
-    return flops(shape) if flops else 0.0
-
-
-def whole_matrix_bytes(
-    shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, facts: MatrixFacts
-) -> float:
-    """Approximate bytes of the unsharded matrices that a rank has in a step of Muon or SOAP."""
-    sizes = [
-        shape.numel()
-        for name, shape in shapes
-        if _recipe_of_parameter(name, shape, config, facts).hidden_only
-    ]
-    # 6 = received and sent matrices, each of the two rounds in flight (owned_matrices.py), and two
-    # temporaries of `orthogonalize`
-    return 6 * facts.compute_dtype.itemsize * largest_round(sizes) if sizes else 0.0
-
-
 _NamedParameter = tuple[str, nn.Parameter]
 
 
-def _recipe_of_parameter(
+def recipe_of_parameter(
     name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts | None
 ) -> OptimizerRecipe:
     """The recipe for a parameter: that of its settings, or AdamW's.

@@ -14,27 +14,13 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.conditional import ConditionalOptimizer
-from titanlite.optim.recipe import StateBytes
 
 MASTER = "float32"  # key of the float32 copy in the optimizer's state, next to the moments
 
 
 def is_low_vector(parameter: Tensor) -> bool:
     """Whether a parameter is a vector whose dtype would round its updates away."""
-    return _is_low_vector(parameter.dim(), parameter.dtype)
-
-
-def _is_low_vector(dimensions: int, dtype: torch.dtype) -> bool:
-    return dimensions < 2 and dtype in (torch.bfloat16, torch.float16)
-
-
-def state_bytes_of_parameter(
-    state_bytes: StateBytes, shape: torch.Size, dtype: torch.dtype
-) -> float:
-    """Bytes of the state of a parameter, with its float32 copy if it has one."""
-    if not _is_low_vector(len(shape), dtype):
-        return state_bytes(shape, dtype.itemsize)
-    return state_bytes(shape, 4) + 4 * shape.numel()
+    return parameter.dim() < 2 and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def updating_vectors_in_float32(

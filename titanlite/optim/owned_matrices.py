@@ -63,11 +63,6 @@ def plan_rounds(
     return rounds
 
 
-def largest_round(sizes: Sequence[int]) -> int:
-    """The most elements that one owner has in a round, for any owners."""
-    return min(sum(sizes), max(ROUND_ELEMENTS, *sizes))
-
-
 def _most_expensive_first(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda index: -costs[index])
 

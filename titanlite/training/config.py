@@ -46,3 +46,9 @@ class TrainingConfig:
     def clip_norm(self) -> float:
         """The 2-norm that the whole gradient is clipped to; 0: not clipped."""
         return self.max_norm if self.clipping == "norm" else 0.0
+
+    def sequences_per_step(self, data_ranks: int) -> int:
+        """Sequences of a step, over all ranks, after the ramp."""
+        if self.global_batch_size == -1:
+            return self.local_batch_size * data_ranks
+        return self.global_batch_size

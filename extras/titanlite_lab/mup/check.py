@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.job import Job
-from titanlite.job.checks import check_mup
+from titanlite.job.option_checks import check_mup
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, base_sizes, width_scales
 from titanlite.optim import MatrixFacts, build_optimizer

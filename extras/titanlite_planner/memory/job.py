@@ -9,17 +9,17 @@ import torch
 
 from titanlite.job import Job
 from titanlite.models import first_match
-from titanlite.optim import (
-    MatrixFacts,
-    optimizer_state_bytes,
-    owner_flops,
-    whole_matrix_bytes,
-)
+from titanlite.optim import MatrixFacts
 from titanlite.parallelize.expert import hidden_dims_of_experts
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
 from titanlite_planner.job_workload import all_parameter_shapes, first_blocks, workload_of
 from titanlite_planner.memory.estimate import estimate_memory
 from titanlite_planner.memory.model_parts import ModelParts, ParameterShape, own_shard
+from titanlite_planner.memory.optimizer_state import (
+    optimizer_state_bytes,
+    owner_flops,
+    whole_matrix_bytes,
+)
 from titanlite_planner.memory.rank import MemoryEstimate
 from titanlite_planner.stages import StageParts
 from titanlite_planner.traffic import CollectiveBytes, traffic
