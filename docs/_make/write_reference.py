@@ -26,15 +26,11 @@ WEIGHT, PATH, PACKAGES = "<!-- weight -->", "<!-- path -->", "<!-- packages -->"
 OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a URL or a GPU asks,
     # and what watches a run of several ranks
     *("guard", "meters", "generate.py", "config_reference.py", "models/mup.py", "optim/mup.py"),
+    *("job/option_checks.py", "job/torchtitan_keys.py", "training/pipeline_engine.py"),
+    *("training/validation.py", "metrics/profiler.py", "metrics/services.py"),
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
-    *(
-        "models/olmo2.py",
-        "models/qwen3.py",
-        "models/qwen3_moe.py",
-        "job/torchtitan_keys.py",
-        "job/option_checks.py",
-    ),
-    *("models/config_json.py", "models/load_balancing.py", "models/moe.py", "models/router.py"),
+    *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py", "models/config_json.py"),
+    *("models/load_balancing.py", "models/moe.py", "models/router.py"),
     *("kernels/documents.py", "kernels/flash.py", "kernels/grouped.py"),
     *("parallelize/context.py", "parallelize/context_attention.py"),
     *("parallelize/context_tiles.py", "parallelize/kv_exchange.py", "parallelize/expert.py"),
@@ -48,12 +44,11 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("data/parquet_text.py", "data/remote_shards.py", "data/text.py", "data/text_files.py"),
     *("data/text_source.py", "data/text_units.py", "data/tokenizer_definition.py"),
     *("data/tokenizer_json.py", "data/token_bytes.py", "data/dump.py", "data/urls.py"),
-    *("data/validation_set.py", "training/validation.py", "metrics/profiler.py"),
+    "data/validation_set.py",
     *("checkpoint/convert.py", "checkpoint/huggingface.py", "checkpoint/huggingface_export.py"),
-    *("checkpoint/saved_model.py", "runtime/remote_lease.py", "metrics/services.py"),
-    *("runtime/watchdog.py", "runtime/heartbeat.py", "runtime/diagnosis.py"),
-    *("distributed/flight_recorder.py", "distributed/host_memory.py"),
-    *("distributed/time_limit.py", "distributed/error_report.py"),
+    *("checkpoint/saved_model.py", "runtime/remote_lease.py", "runtime/watchdog.py"),
+    *("runtime/heartbeat.py", "runtime/diagnosis.py", "distributed/flight_recorder.py"),
+    *("distributed/host_memory.py", "distributed/time_limit.py", "distributed/error_report.py"),
 ]
 
 

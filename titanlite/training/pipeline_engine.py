@@ -1,0 +1,150 @@
+"""The engine under pipeline parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.distributed.mesh import Mesh
+from titanlite.labels import IGNORE_INDEX
+from titanlite.parallelize import ShardedModel
+from titanlite.parallelize.pipeline import (
+    EvalStage,
+    RankSchedule,
+    TrainStage,
+    build_rank_schedule,
+    connect_pipeline_ranks,
+)
+from titanlite.parallelize.pipeline_plan import PipelinePlan
+from titanlite.training.batch import Batch, RankTokens
+from titanlite.training.engine import SetPhase, ignore_phase, loss_terms, reshard
+
+
+class PipelineEngine:
+    """Engine with pipeline parallelism: every rank runs its stages under torch's schedule."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        tokens: RankTokens,
+        plan: PipelinePlan,
+        mesh: Mesh,
+        device: torch.device,
+        reduce_every_run: bool = True,
+    ):
+        self._sharded, self._tokens = sharded, tokens
+        self._plan, self._mesh, self._device = plan, mesh, device
+        self._reduce_every_run = reduce_every_run
+        self._has_first_stage = 0 in sharded.stage_modules
+        self._has_last_stage = len(plan.stages) - 1 in sharded.stage_modules
+        # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
+        self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
+        self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
+        self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
+        connect_pipeline_ranks(mesh.pp, device)
+
+    def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
+        """See `Engine.prepare`."""
+        return self._tokens.prepare(inputs, labels, self._plan.microbatch_size)
+
+    def forward_backward(
+        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
+    ) -> Tensor:
+        """See `Engine.forward_backward`."""
+        self._follow_weights()
+        self._valid = valid
+        runs = batch.split(self._plan.sequences)
+        total = torch.zeros(2, device=self._device)
+        for number, run in enumerate(runs):
+            last = number == len(runs) - 1
+            set_phase("forward/backward")  # interleaved by the schedule
+            total += self._run(TrainStage, self._plan, run, self._reduce_every_run or last)
+        for copy in self._sharded.tied_copies:
+            copy.reduce_gradient()  # once a step: the sums of all micro-batches
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """See `Engine.evaluate`."""
+        self._follow_weights()
+        self._valid = 1.0
+        plan = self._plan.for_sequences(len(inputs))
+        padding = (0, 0, 0, -len(inputs) % plan.sequences)  # torch fixes the micro-batch count
+        inputs, labels = F.pad(inputs, padding), F.pad(labels, padding, value=IGNORE_INDEX)
+        total = torch.zeros((), device=self._device)
+        batch = self._tokens.prepare(inputs, labels, plan.microbatch_size)
+        for run in batch.to(self._device).split(plan.sequences):
+            total += self._run(EvalStage, plan, run, reduce=False).sum()
+        reshard(self._sharded.stage_modules.values())
+        return total
+
+    def _follow_weights(self) -> None:
+        """Bring up to date what is derived from the weights, which may have changed."""
+        self._sharded.update_float8_scales()
+        for copy in self._sharded.tied_copies:
+            copy.update()
+
+    def _run(
+        self,
+        stage_class: type[TrainStage],
+        plan: PipelinePlan,
+        batch: Batch,
+        reduce: bool,
+    ) -> Tensor:
+        """Run the schedule once; return the loss terms on the last stage, zeros elsewhere."""
+        inputs, labels = batch.inputs, batch.labels
+        rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
+        rank_schedule.enable_gradient_reduction(reduce)
+        rank_schedule.use_documents(batch.documents)
+        positions = self._tokens.positions(inputs, labels)
+        self._losses = []
+        arguments: list[Tensor] = []
+        targets: dict[str, Any] = {}
+        if self._has_first_stage:
+            arguments = [self._tokens.select(inputs)]
+        if self._has_last_stage:
+            labels = self._tokens.select(labels)
+            targets = {"labels": labels, "target": labels}
+        schedule = rank_schedule.schedule
+        run = schedule.step if stage_class is TrainStage else schedule.eval
+        run(
+            *arguments,
+            positions=positions.expand(len(inputs), -1),  # torch splits it with the batch
+            return_outputs=False,
+            **targets,
+        )
+        return sum(self._losses, torch.zeros(2, device=self._device))
+
+    def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
+        """Called by torch as loss function; the last stage already computed the loss in forward."""
+        loss = loss / self._valid
+        self._losses.append(loss_terms(loss, self._sharded.output, self._valid))
+        return loss
+
+    def _schedule_for(
+        self, stage_class: type[TrainStage], plan: PipelinePlan, length: int
+    ) -> RankSchedule:
+        """The schedule for `plan.sequences` sequences of `length` tokens; built on first use."""
+        key = (stage_class, plan.sequences, length)
+        if key not in self._schedules:
+            tokens = length // self._mesh.cp.size() // self._mesh.tp.size()
+            hidden = torch.empty(
+                (plan.microbatch_size, tokens, self._sharded.dim),
+                dtype=self._sharded.compute_dtype,
+                device="meta",
+                requires_grad=True,
+            )
+            schedule = self._schedules[key] = build_rank_schedule(
+                stage_class,
+                self._sharded.stage_modules,
+                plan,
+                self._mesh.pp,
+                self._device,
+                hidden,
+                self._record_loss,
+            )
+            schedule.enable_split_backward(self._sharded.splits_backward)
+        return self._schedules[key]
