@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data import ShardWriter, open_tokenizer
-from titanlite.data.manifest import write_corpus_manifest
+from titanlite.data import open_tokenizer
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT / "scripts"))  # for tests that import a script: it imports checkout.py

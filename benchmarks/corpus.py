@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data import ShardWriter
-from titanlite.data.manifest import write_corpus_manifest
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 
 def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:

@@ -25,7 +25,7 @@ from titanlite.data import (
     open_tokenizer,
     rank_slices,
 )
-from titanlite.data.bpe import train_bpe
+from titanlite_corpus.bpe import train_bpe
 
 
 def measure_stream(corpus: Path) -> dict[str, float]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.machine import describe
 from benchmarks.table_rows import grid, write_table
-from titanlite.data import ShardWriter
+from titanlite_corpus.shard_writer import ShardWriter
 from titanlite_lab.run_metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]

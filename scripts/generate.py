@@ -22,11 +22,11 @@ from titanlite.errors import (
     format_error,
     printable,
 )
-from titanlite.generate import Sampling, TextGenerator, generate, load_generator
 from titanlite.log import configure_log, log_waiting
 from titanlite.storage import StorageFolder
 from titanlite_corpus.chat.encode import ChatEncoder
 from titanlite_corpus.chat.template import open_chat_template
+from titanlite_lab.generate import Sampling, TextGenerator, generate, load_generator
 
 
 def parse_arguments() -> argparse.Namespace:

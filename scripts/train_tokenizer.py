@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
 from titanlite.data import open_tokenizer
-from titanlite.data.bpe import train_bpe
 from titanlite.data.text import (
     INPUT_KINDS,
     MAX_DOCUMENT_BYTES,
@@ -23,6 +22,7 @@ from titanlite.data.text import (
 from titanlite.data.tokenizer import well_formed
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, log_every, pluralize
+from titanlite_corpus.bpe import train_bpe
 
 PROGRESS_SECONDS = 10
 SAMPLE_BYTES = 1 << 20  # of text whose tokens are counted

@@ -13,7 +13,6 @@ import torch
 from torch.torch_version import TorchVersion
 
 from conftest import HANG_SECONDS, ROOT
-from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import read_job
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
@@ -23,6 +22,7 @@ from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 from titanlite.training.state import Counters
+from titanlite_corpus.shard_writer import ShardWriter
 
 
 def error_text(run_toml, *argv, ranks=1) -> str:

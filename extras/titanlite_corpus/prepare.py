@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
-from titanlite.data.shards import ShardWriter, open_corpus
+from titanlite.data.manifest import ShardRecord, is_shard_intact
+from titanlite.data.shards import open_corpus
 from titanlite.data.text import (
     MAX_DOCUMENT_BYTES,
     FileRange,
@@ -32,6 +32,7 @@ from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import pluralize
 from titanlite_corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
 from titanlite_corpus.hashing import hash_json
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"

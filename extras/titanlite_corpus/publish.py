@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titanlite.data.manifest import ShardRecord, shard_paths, write_corpus_manifest
+from titanlite.data.manifest import ShardRecord, shard_paths
 from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite_corpus.packing.stage import SHARD
+from titanlite_corpus.shard_writer import write_corpus_manifest
 
 RECORD_FILE = "corpus.json"  # in `out`; written last
 _STAGED, _REPLACED = ".staged", ".replaced"  # in the work folder

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.random_bits import GOLDEN, mix
-from titanlite.data.shards import ShardWriter
 from titanlite.settings import NotNegative
 from titanlite_corpus.engine import report_progress
 from titanlite_corpus.hashing import find_key_range
 from titanlite_corpus.packing.stage import SHARD
+from titanlite_corpus.shard_writer import ShardWriter
 from titanlite_corpus.sides import TRAIN, VALIDATION
 from titanlite_corpus.task import Counts, Task
 from titanlite_corpus.token_chunks import gather_documents, list_chunks, write_chunk

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.manifest import shard_paths
-from titanlite.data.shards import ShardWriter, read_document_lengths
+from titanlite_corpus.shard_writer import ShardWriter, read_document_lengths
 
 
 @dataclass(frozen=True)

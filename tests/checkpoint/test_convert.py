@@ -19,12 +19,12 @@ from tests.distributed.oracle import SIZES
 from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.data import open_tokenizer
 from titanlite.errors import CheckpointError
-from titanlite.generate import Sampling, generate, load_generator
 from titanlite.storage import StorageFolder
 from titanlite_corpus.chat.encode import ChatEncoder
 from titanlite_corpus.chat.template import open_chat_template
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite_corpus.tests.chats import CHATML, write_tokenizer
+from titanlite_lab.generate import Sampling, generate, load_generator
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:

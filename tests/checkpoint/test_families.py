@@ -20,9 +20,9 @@ from titanlite.checkpoint.saved_model import (
     parameter_shapes,
 )
 from titanlite.errors import CheckpointError
-from titanlite.generate import Sampling, generate
 from titanlite.models import FAMILIES
 from titanlite.storage import StorageFolder
+from titanlite_lab.generate import Sampling, generate
 
 ROTARY = {
     "hidden_size": 32,

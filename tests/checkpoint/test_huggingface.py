@@ -24,7 +24,6 @@ from titanlite.checkpoint.huggingface import (
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.saved_model import parameter_shapes
 from titanlite.data import open_tokenizer
-from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.job.config import JobConfig
@@ -32,6 +31,7 @@ from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config
 from titanlite.storage import StorageFolder
+from titanlite_corpus.bpe import train_bpe
 
 FAMILY = FAMILIES["llama3"]
 UNTIED = replace(SIZES, rope_theta=500_000.0, rope_scaling_factor=8.0)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data import ShardWriter, open_tokenizer
-from titanlite.data.manifest import write_corpus_manifest
+from titanlite.data import open_tokenizer
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 ROOT = Path(__file__).parents[2]
 JOB = """

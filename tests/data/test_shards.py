@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.data import CorpusChecks, ShardWriter, open_corpus, verify_corpus
-from titanlite.data.manifest import write_corpus_manifest
+from titanlite.data import CorpusChecks, open_corpus, verify_corpus
 from titanlite.errors import DataError
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [[1, 2, 3], [], [65_535], [7] * 100, list(range(50))]

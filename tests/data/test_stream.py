@@ -19,16 +19,15 @@ from titanlite.data import (
     BatchDump,
     CorpusChecks,
     SampleOrder,
-    ShardWriter,
     SourceConfig,
     background,
     open_sample_stream,
     open_tokenizer,
     open_validation,
 )
-from titanlite.data.manifest import write_corpus_manifest
 from titanlite.errors import DataError, UserErrors
 from titanlite.labels import IGNORE_INDEX
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 16

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from titanlite.data import open_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
-from titanlite.data.bpe import train_bpe, train_merges
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
+from titanlite_corpus.bpe import train_bpe, train_merges
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 600

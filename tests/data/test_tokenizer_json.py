@@ -11,9 +11,9 @@ import pytest
 
 from tests.data.test_tokenizer import ODD_TEXTS, training_texts, write_tokenizer_json
 from titanlite.data import open_tokenizer
-from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
+from titanlite_corpus.bpe import train_bpe
 
 
 def convert(path: str, folder: Path):

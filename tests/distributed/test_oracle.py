@@ -40,13 +40,12 @@ from tests.distributed.recipes import (
 )
 from tests.distributed.resting import estimate_rest
 from tests.parallelize.test_schedule import as_csv
-from titanlite.data import ShardWriter
-from titanlite.data.manifest import write_corpus_manifest
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.models import FAMILIES
 from titanlite.models.mup import BaseWidths
 from titanlite.parallelize.schedule import build_schedule_order
 from titanlite_corpus.packing.windows import PackSettings, pack_shard
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 SHORT = replace(SGD, steps=2)  # the second step depends on the update of the first
 MUP = replace(SHORT, mup_base=BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_heads=1), lr=0.1)

@@ -22,7 +22,6 @@ from titanlite.data.text import (
     read_documents,
 )
 from titanlite.errors import UserError
-from titanlite.generate import load_generator
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import read_schedule_csv
 from titanlite.runtime.start_log import last_step
@@ -35,6 +34,7 @@ from titanlite_corpus.web_pages import read_web_pages
 from titanlite_lab.commands import report as report_run
 from titanlite_lab.commands import scaling_laws
 from titanlite_lab.compare import compare_runs, format_comparison, verdict
+from titanlite_lab.generate import load_generator
 from titanlite_planner import hardware
 from titanlite_planner.commands import plan
 

@@ -21,8 +21,8 @@ from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
 from tests.fuzz.readers import READERS, TEXT
 from titanlite.checkpoint.convert import to_hugging_face
-from titanlite.data.bpe import train_bpe
 from titanlite.storage import StorageFolder
+from titanlite_corpus.bpe import train_bpe
 from titanlite_corpus.tests.chats import CHATML
 from titanlite_corpus.tests.test_web_and_datasets import PAGE, warc_record
 from titanlite_lab.commands import scaling_laws

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import ConfigError, UserError, UserErrors, format_error
-from titanlite.generate import check_length
 from titanlite.job import read_job
 from titanlite.models import FAMILIES
+from titanlite_lab.generate import check_length
 
 CHARACTERS = Path(__file__).parents[2] / "train_configs/gpt2_characters.toml"
 # The keys and values of torchtitan v0.2.2's language models (torchtitan/models/*/train_configs),

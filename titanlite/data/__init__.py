@@ -1,7 +1,6 @@
 """Tokenizers, shards of token ids, and the order in which a run reads them.
 
-`titanlite_corpus.prepare` and `titanlite.data.bpe`, which make shards and tokenizers, are not
-imported here: they need packages that training does not need.
+`titanlite_corpus` makes shards and tokenizers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from titanlite.data.sample_source import SourceConfig
 from titanlite.data.shards import (
     Corpus,
     CorpusManifest,
-    ShardWriter,
     open_corpus,
     verify_corpus,
 )
@@ -51,7 +49,6 @@ __all__ = [
     "PositionWindow",
     "SampleOrder",
     "SampleStream",
-    "ShardWriter",
     "SourceConfig",
     "SourceOpener",
     "SourceRecord",

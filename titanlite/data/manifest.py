@@ -5,17 +5,15 @@ The manifest is written last, so a folder with a manifest is complete.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO
 
 import xxhash
 
 from titanlite.errors import DataError
-from titanlite.files import parse_json, read_regular_file, write_file_atomically
+from titanlite.files import parse_json, read_regular_file
 
 MANIFEST = "manifest.json"
 
@@ -51,31 +49,6 @@ class CorpusManifest:
     format: int = 1
     bos: bool = False  # every document begins with the tokenizer's BOS
     packed_seq_len: int = 0  # of the windows that the documents are packed in; 0: not packed
-
-
-def write_corpus_manifest(
-    folder: str | Path,
-    tokenizer: str,
-    vocab_size: int,
-    shards: Sequence[ShardRecord],
-    *,
-    bos: bool = False,
-    packed_seq_len: int = 0,
-) -> CorpusManifest:
-    """Write the manifest of a folder whose shards are all complete."""
-    manifest = CorpusManifest(
-        tokenizer,
-        vocab_size,
-        max_id=max((shard.max_id for shard in shards), default=-1),
-        documents=sum(shard.documents for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        shards=sorted(shards, key=lambda shard: shard.name),
-        bos=bos,
-        packed_seq_len=packed_seq_len,
-    )
-    text = json.dumps(asdict(manifest), indent=1) + "\n"
-    write_file_atomically(Path(folder) / MANIFEST, text.encode())
-    return manifest
 
 
 def read_corpus_manifest(path: Path) -> CorpusManifest | None:
@@ -209,14 +182,3 @@ def hash_file(path: Path) -> str:
 def shard_paths(prefix: Path) -> tuple[Path, Path]:
     """The .bin and the .idx of a shard."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-
-
-def temporary_path(path: Path) -> Path:
-    """Where this process writes a file before it is renamed to `path`."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
-def flush_to_disk(file: IO[bytes]) -> None:
-    """Write buffered bytes to the disk, so that a later rename cannot be durable before them."""
-    file.flush()
-    os.fsync(file.fileno())

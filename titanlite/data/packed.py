@@ -12,15 +12,13 @@ So one read gives ids, labels and boundaries of a sample, and the hashes of the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.manifest import ShardRecord
 from titanlite.data.open_files import OpenFiles
 from titanlite.data.remote_shards import open_shards
-from titanlite.data.shards import Corpus, ShardWriter
+from titanlite.data.shards import Corpus
 from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.errors import DataError
 from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
@@ -28,13 +26,6 @@ from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
 BEGINS, UNTRAINED = np.int32(1 << 29), np.int32(1 << 30)
 ID_MASK = np.int32((1 << 29) - 1)
 MAX_VOCAB_SIZE = 1 << 29
-
-
-class EntryWriter(ShardWriter):
-    """Writes a shard of entries: ids, possibly with BEGINS and UNTRAINED."""
-
-    def __init__(self, prefix: str | Path):
-        super().__init__(prefix, vocab_size=1 << 31)
 
 
 class PackedSource(TokenSource):
@@ -76,8 +67,3 @@ def open_packed(
             fix="Prepare the text again.",
         )
     return PackedSource(corpus, seq_len)
-
-
-def describe_shard(record: ShardRecord, documents: int, max_id: int) -> ShardRecord:
-    """A shard's record with the documents packed in it and its largest id; `tokens` has padding."""
-    return replace(record, documents=documents, max_id=max_id)

@@ -13,7 +13,6 @@ names.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,133 +25,34 @@ import xxhash
 from titanlite.data.manifest import (
     MANIFEST,
     CorpusManifest,
-    ShardRecord,
     check_listed_files,
-    flush_to_disk,
     hash_sampled_blocks,
     is_shard_intact,
     read_corpus_manifest,
     shard_paths,
-    temporary_path,
     wrong_size_error,
 )
 from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.errors import DataError
-from titanlite.files import write_file_atomically
 from titanlite.log import pluralize
 
-_MAGIC = b"MMIDIDX\0\0"
+MAGIC = b"MMIDIDX\0\0"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-_TYPES = {code: np.dtype(name) for code, name in _CODES.items()}
+ID_TYPES = {code: np.dtype(name) for code, name in _CODES.items()}
 _PREPARE = "scripts/prepare_data.py makes a folder that can be read."
 _BUFFERED_IDS = 1 << 20
 
 
-# --- writing -------------------------------------------------------------------------------------
-
-
-def _code_of(vocab_size: int) -> int:
+def id_code_of(vocab_size: int) -> int:
     # uint16, or int32: the format has no uint32, and every reader of it supports int32
     return 8 if vocab_size <= 1 << 16 else 4
 
 
 def id_type_of(vocab_size: int) -> np.dtype:
     """The type that `ShardWriter` stores the ids of a vocabulary in."""
-    return _TYPES[_code_of(vocab_size)]
-
-
-class ShardWriter:
-    """Writes one shard, a document at a time; `close` gives the files their final names.
-
-    `durable`: the files survive a power failure as soon as they have their names.
-    """
-
-    def __init__(self, prefix: str | Path, vocab_size: int, durable: bool = True):
-        self.bin, self.idx = shard_paths(Path(prefix))
-        self._durable = durable
-        self.vocab_size = vocab_size
-        self._code = _code_of(vocab_size)
-        self._type = id_type_of(vocab_size)
-        self._lengths: list[int] = []
-        self._buffer: list[np.ndarray] = []
-        self._buffered_ids, self._max_id = 0, -1
-        self._hash = xxhash.xxh3_128()
-        self.bin.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(temporary_path(self.bin), "wb")  # noqa: SIM115 (closed in __exit__)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Remove the temporary files of a shard that was not closed."""
-        self._file.close()
-        for path in (self.bin, self.idx):
-            temporary_path(path).unlink(missing_ok=True)
-
-    def add(self, document: Sequence[int] | np.ndarray) -> None:
-        """Append one document; raises DataError for an id outside the vocabulary."""
-        ids = document if isinstance(document, np.ndarray) else np.array(document, np.int64)
-        if ids.size:
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= self.vocab_size:
-                raise DataError(
-                    f"{self.bin}: document {len(self._lengths)} has the id"
-                    f" {low if low < 0 else high}, outside 0…{self.vocab_size - 1}."
-                )
-            self._max_id = max(self._max_id, high)
-        self._lengths.append(ids.size)
-        self._buffer.append(ids.astype(self._type))
-        self._buffered_ids += ids.size
-        if self._buffered_ids >= _BUFFERED_IDS:
-            self._flush()
-
-    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents whose ids follow each other; raises DataError as `add` does."""
-        known = len(self._lengths)
-        self.add(ids)
-        self._lengths[known:] = lengths.tolist()
-
-    def _flush(self) -> None:
-        content = b"".join(ids.tobytes() for ids in self._buffer)
-        self._file.write(content)
-        self._hash.update(content)
-        self._buffer, self._buffered_ids = [], 0
-
-    def close(self) -> ShardRecord:
-        """Write the index, then give the .bin its name: a shard whose .bin exists is complete."""
-        self._flush()
-        if self._durable:
-            flush_to_disk(self._file)
-        self._file.close()
-        index = self._build_index()
-        if self._durable:
-            write_file_atomically(self.idx, index)
-        else:
-            self.idx.write_bytes(index)
-        os.replace(temporary_path(self.bin), self.bin)
-        return ShardRecord(
-            self.bin.stem,
-            documents=len(self._lengths),
-            tokens=sum(self._lengths),
-            max_id=self._max_id,
-            bin_bytes=self.bin.stat().st_size,
-            idx_bytes=len(index),
-            bin_hash=self._hash.hexdigest(),
-            idx_hash=xxhash.xxh3_128_hexdigest(index),
-            bin_sample=hash_sampled_blocks(self.bin),
-        )
-
-    def _build_index(self) -> bytes:
-        lengths = np.array(self._lengths, dtype="<i4")
-        starts = (np.cumsum(lengths, dtype="<i8") - lengths) * self._type.itemsize
-        documents = np.arange(len(lengths) + 1, dtype="<i8")  # every document is one sequence
-        header = INDEX_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(documents))
-        return header + lengths.tobytes() + starts.tobytes() + documents.tobytes()
-
-
-# --- reading -------------------------------------------------------------------------------------
+    return ID_TYPES[id_code_of(vocab_size)]
 
 
 class Corpus(TokenSource):
@@ -454,7 +354,7 @@ def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, i
 
     Raises DataError if the header is not valid or `size` does not fit it.
     """
-    if len(header) < INDEX_HEADER.size or not header.startswith(_MAGIC):
+    if len(header) < INDEX_HEADER.size or not header.startswith(MAGIC):
         raise DataError(f"{idx}: is not a Megatron index ({size} bytes).", fix=_PREPARE)
     _, version, code, sequences, entries = INDEX_HEADER.unpack(header)
     if version != 1 or code not in _CODES:
@@ -472,14 +372,7 @@ def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, i
         )
     if size != expected:
         raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
-    return _TYPES[code], sequences, entries
-
-
-def read_document_lengths(idx: Path) -> tuple[np.ndarray, np.dtype]:
-    """(length of each document, type of an id) of a shard that `ShardWriter` wrote."""
-    content = idx.read_bytes()
-    _, _, code, sequences, _ = INDEX_HEADER.unpack_from(content)
-    return np.frombuffer(content, "<i4", sequences, INDEX_HEADER.size), _TYPES[code]
+    return ID_TYPES[code], sequences, entries
 
 
 def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from titanlite.data.bpe import ranks_of
+from titanlite.data.token_bytes import ranks_of
 from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, parse_ranks
 from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError

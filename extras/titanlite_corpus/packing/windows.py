@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.manifest import ShardRecord
-from titanlite.data.packed import BEGINS, ID_MASK, UNTRAINED, EntryWriter, describe_shard
+from titanlite.data.packed import BEGINS, ID_MASK, UNTRAINED
 from titanlite_corpus.engine import report_progress
 from titanlite_corpus.packing.best_fit import pack_best_fit
+from titanlite_corpus.shard_writer import EntryWriter, describe_shard
 from titanlite_corpus.token_chunks import TokenChunk
 
 _CHUNK_IDS = 1 << 22  # of windows that are filled together: about 100 MB in memory

@@ -11,8 +11,7 @@ import pytest
 
 from titanlite.checkpoint.manifest import CheckpointManifest, write_checkpoint_manifest
 from titanlite.data import BatchDump, open_tokenizer
-from titanlite.data.manifest import write_corpus_manifest
-from titanlite.data.packed import BEGINS, UNTRAINED, EntryWriter, describe_shard
+from titanlite.data.packed import BEGINS, UNTRAINED
 from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import DataError, format_error, printable
@@ -21,6 +20,7 @@ from titanlite_corpus.commands import inspect as inspect_command
 from titanlite_corpus.inspection.documents import CorpusDocuments
 from titanlite_corpus.inspection.run_data import open_run_data
 from titanlite_corpus.inspection.samples import format_sample
+from titanlite_corpus.shard_writer import EntryWriter, describe_shard, write_corpus_manifest
 
 
 @pytest.fixture

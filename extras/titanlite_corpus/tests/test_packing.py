@@ -12,7 +12,6 @@ import torch
 
 from titanlite.data import (
     SampleStream,
-    ShardWriter,
     SourceConfig,
     open_corpus,
     open_sample_stream,
@@ -20,7 +19,6 @@ from titanlite.data import (
     open_validation,
     rank_slices,
 )
-from titanlite.data.manifest import write_corpus_manifest
 from titanlite.data.packed import open_packed
 from titanlite.errors import DataError
 from titanlite.kernels.backend import set_attention_kernel
@@ -31,6 +29,7 @@ from titanlite_corpus.engine import LocalEngine
 from titanlite_corpus.packing.windows import PackSettings, count_truncated, pack_shard
 from titanlite_corpus.pipeline import make_corpus
 from titanlite_corpus.recipe import load_recipe
+from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 from titanlite_corpus.summary import summarise_corpus
 
 SEQ_LEN, PADDING, DOCUMENTS = 32, 0, 300

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from titanlite.checkpoint import SavedModel
 from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, DataError
-from titanlite.generate import Sampling, generate
+from titanlite_lab.generate import Sampling, generate
 
 DEFAULT_LENGTH = 2048  # context of a model that does not state one; as in lm-eval's "hf"
 MAX_NEW_TOKENS = 256  # where the task sets no limit; as in lm-eval's "hf"

@@ -17,11 +17,11 @@ from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint import read_checkpoint_manifest, read_saved_model, to_hugging_face
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.errors import ConfigError, DataError
-from titanlite.generate import load_model
 from titanlite.storage import StorageFolder
 from titanlite_lab.evaluation.command import run_evaluation
 from titanlite_lab.evaluation.results import scores_of_tasks
 from titanlite_lab.evaluation.run_tasks import TASK_SET, EvaluationSettings, evaluate_model
+from titanlite_lab.generate import load_model
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"

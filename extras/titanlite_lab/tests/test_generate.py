@@ -25,13 +25,13 @@ from titanlite.checkpoint import (
 )
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.data import open_tokenizer
-from titanlite.data.bpe import train_bpe
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.generate import Sampling, TextGenerator, generate, load_generator, sample_token
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.storage import StorageFolder
+from titanlite_corpus.bpe import train_bpe
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite_lab.generate import Sampling, TextGenerator, generate, load_generator, sample_token
 
 
 @pytest.fixture(scope="module")
