@@ -35,7 +35,8 @@ from benchmarks.gpu_plans import (
 )
 from benchmarks.processes import as_arguments, failure_reason, python_path, step_lines
 from benchmarks.table_rows import NotMeasured, grid, number
-from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
+from titanlite.metrics.gpu_peaks import peak_flops
+from titanlite.metrics.hardware import measure_matmul_flops
 
 BUDGET_SECONDS = 470  # a run starts only if it is expected to end within this time
 RUN_SECONDS, MAX_RUN_SECONDS = 35, 120  # usual and maximum duration of a run

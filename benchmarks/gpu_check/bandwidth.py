@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.gpu_check.outcome import Machine, Outcome, run_command
 from benchmarks.gpu_check.runs import MAX_RUN_SECONDS, torchrun
-from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
+from titanlite.metrics.gpu_peaks import peak_flops
+from titanlite.metrics.hardware import measure_matmul_flops
 
 MATMUL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COPY_BYTES = 256 << 20

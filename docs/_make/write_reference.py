@@ -29,7 +29,8 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     # and what watches a run of several ranks
     *("guard", "meters", "config_reference.py", "models/mup.py", "optim/mup.py"),
     *("job/option_checks.py", "job/torchtitan_keys.py", "training/pipeline_engine.py"),
-    *("training/validation.py", "metrics/profiler.py", "metrics/services.py"),
+    *("training/validation.py", "training/batch_ramp.py", "metrics/gpu_peaks.py"),
+    *("metrics/progress_bar.py", "metrics/profiler.py", "metrics/services.py"),
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
     *("models/olmo2.py", "models/qwen3.py", "models/qwen3_moe.py", "models/config_json.py"),
     *("models/load_balancing.py", "models/moe.py", "models/router.py"),
@@ -44,7 +45,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("optim/adaptive_clip.py", "optim/loss_scale.py", "optim/fp32_vectors.py"),
     *("optim/low_memory.py", "data/lanes.py", "data/packed.py"),
     *("data/parquet_text.py", "data/remote_shards.py", "data/text.py", "data/text_files.py"),
-    *("data/text_source.py", "data/text_units.py", "data/tokenizer_definition.py"),
+    *("data/text_source.py", "data/text_units.py", "data/huggingface_tokenizer.py"),
     *("data/tokenizer_json.py", "data/token_bytes.py", "data/dump.py", "data/urls.py"),
     "data/validation_set.py",
     *("checkpoint/convert.py", "checkpoint/huggingface.py", "checkpoint/huggingface_export.py"),

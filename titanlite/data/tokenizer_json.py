@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from titanlite.data.huggingface_tokenizer import added_around_text
 from titanlite.data.token_bytes import ranks_of
 from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, parse_ranks
-from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError
 
 # Finding the pair of a token takes about (its bytes)^3 steps; this many take half a minute.

@@ -8,10 +8,10 @@ from titanlite.metrics.config import (
     check_metrics_config,
     check_profiling_config,
 )
+from titanlite.metrics.gpu_peaks import peak_flops
 from titanlite.metrics.hardware import (
     cpu_has_bf16_units,
     measure_matmul_flops,
-    peak_flops,
     peak_memory_bytes,
 )
 from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder

@@ -1,10 +1,8 @@
-"""The console sink: one line per record, and a progress bar on a terminal."""
+"""The console sink: one line per record."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-import re
 import sys
 from typing import Any
 
@@ -29,6 +27,8 @@ def open_console(
 ) -> Console:
     """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
     if sys.stderr.isatty() if progress is None else progress:
+        from titanlite.metrics.progress_bar import LiveConsole  # imports this module
+
         return LiveConsole(total_steps, completed_steps, colour)
     return Console(total_steps, colour=False)
 
@@ -103,61 +103,6 @@ class Console:
 
     def _dim(self, text: str) -> str:
         return f"{_DIM}{text}{_RESET}" if self.colour else text
-
-
-class LiveConsole(Console):
-    """Log lines above a progress bar.
-
-    The bar is redrawn in place, so other output must not go to the terminal directly: while the bar
-    is shown, sys.stdout, sys.stderr and the logger print through it.
-    """
-
-    def __init__(self, total_steps: int, completed_steps: int, colour: bool):
-        super().__init__(total_steps, colour)
-        from rich.console import Console as Terminal
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[status]}"),
-            console=Terminal(file=sys.stderr, no_color=not colour, highlight=False),
-            expand=True,
-            refresh_per_second=2,  # drawing slows down training on the CPU
-        )
-        self._task = self._progress.add_task(
-            "", total=total_steps, completed=completed_steps, status=""
-        )
-        self._progress.start()
-        handlers = [h for h in logger.handlers if isinstance(h, logging.StreamHandler)]
-        self._streams = [(handler, handler.stream) for handler in handlers]
-        for handler, _ in self._streams:
-            handler.setStream(sys.stderr)  # now prints above the bar
-        atexit.register(self.close)  # else a failed run would leave the terminal without a cursor
-
-    def step(self, record: dict[str, Any]) -> None:
-        fields = [f"loss {record['loss']:.2f}", *self._speed_fields(record)]
-        shown = [field for field in fields if "/device" not in field]  # fits into 80 columns
-        uncolored = re.sub("\033.*?m", "", "  ".join(shown))
-        self._progress.update(self._task, completed=record["step"], status=uncolored)
-        super().step(record)
-
-    def _fields(self, record: dict[str, Any]) -> list[str]:
-        # the bar shows the speed, so the line fits into 80 columns
-        return self._loss_fields(record)
-
-    def roll_back(self, step: int, rollbacks: int) -> None:
-        super().roll_back(step, rollbacks)
-        self._progress.update(self._task, completed=step)
-
-    def close(self) -> None:
-        self._progress.stop()
-        for handler, stream in self._streams:
-            handler.setStream(stream)
-        atexit.unregister(self.close)
 
 
 def _format_value(value: Any) -> str:

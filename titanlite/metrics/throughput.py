@@ -10,7 +10,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from titanlite.metrics.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
+from titanlite.metrics.gpu_peaks import peak_flops
+from titanlite.metrics.hardware import measure_matmul_flops, peak_memory_bytes
 
 Phase = Literal["step", "data", "pause"]
 
