@@ -113,7 +113,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             1,
             "the last 50 steps would learn nothing",
         ),
-        (["--optimizer.offload", "true"], 1, "so the optimizer state is in host memory already"),
         (
             ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
             1,

@@ -15,9 +15,11 @@ from threading import Lock
 from typing import Literal
 
 from benchmarks.processes import ROOT, failure_reason, python_path
-from titanlite.distributed.rendezvous import environment_without_launcher
 
 Status = Literal["passed", "failed", "skipped"]
+# Environment variables that torchrun sets for each rank
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "MASTER_")
 LOG_LINES = 60  # of a failed command, in the report
 
 
@@ -137,7 +139,11 @@ def run_command(
 
 def command_environment() -> dict[str, str]:
     """The environment of a command, whose ranks are not those of a torchrun around this process."""
-    kept = environment_without_launcher()
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
     programs = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
     # PATH: torchrun of this environment
     return kept | {"PYTHONPATH": python_path(), "PATH": programs}

@@ -39,7 +39,11 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("parallelize/context_tiles.py", "parallelize/kv_exchange.py", "parallelize/expert.py"),
     *("parallelize/token_exchange.py", "parallelize/float8.py", "parallelize/pipeline.py"),
     *("parallelize/pipeline_plan.py", "parallelize/schedule.py", "parallelize/tied.py"),
-    *("parallelize/stage_partition.py", "parallelize/activation_offload.py"),
+    *(
+        "parallelize/compile.py",
+        "parallelize/stage_partition.py",
+        "parallelize/activation_offload.py",
+    ),
     *("optim/adafactor.py", "optim/elementwise.py", "optim/muon.py", "optim/soap.py"),
     *("optim/owned_matrices.py", "optim/shards.py", "optim/in_backward.py"),
     *("optim/adaptive_clip.py", "optim/loss_scale.py", "optim/fp32_vectors.py"),

@@ -145,7 +145,7 @@ def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
         assert abs(lines - real) <= 0.1 * real, f"{path}: {lines} in the README, {real} in truth"
 
 
-MAX_WEIGHT = {"path": 7400, "base": 19_600, "all": 33_500}  # lines; may only fall
+MAX_WEIGHT = {"path": 6500, "base": 16_500, "all": 32_850}  # lines; may only fall
 
 
 def test_the_trainer_does_not_grow(capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from titanlite.job.option_checks import check_group_patterns
 from titanlite.models import FAMILIES
 from titanlite.optim import (
     OPTIMIZERS,
@@ -20,7 +21,6 @@ from titanlite.optim import (
     check_optimizer_config,
     clip_gradients,
 )
-from titanlite.optim.checks import check_group_patterns
 from titanlite.optim.recipe import OptimizerKeys
 from titanlite.settings import build_dataclass
 

@@ -9,10 +9,15 @@ from titanlite.checkpoint.config import (
     checkpoint_folder,
 )
 from titanlite.checkpoint.convert import from_hugging_face, read_saved_facts, to_hugging_face
-from titanlite.checkpoint.finding import FoundCheckpoint, find_newest_checkpoint
+from titanlite.checkpoint.finding import FoundCheckpoint
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
 from titanlite.checkpoint.model_state import model_and_optimizer_state
-from titanlite.checkpoint.saved_model import SavedModel, describe_saved_model, read_saved_model
+from titanlite.checkpoint.saved_model import (
+    SavedModel,
+    describe_saved_model,
+    find_newest_checkpoint,
+    read_saved_model,
+)
 from titanlite.checkpoint.step_folders import list_steps, step_sort_key
 from titanlite.checkpoint.tensor_reader import read_tensors
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.manifest import (
-    MANIFEST_FILE,
     CheckpointManifest,
     check_hashes,
     read_checkpoint_manifest,
@@ -18,7 +17,6 @@ from titanlite.checkpoint.step_folders import (
     LOAD_STEP_FILE,
     CheckpointListing,
     StepFolders,
-    list_steps,
 )
 from titanlite.distributed.collectives import capture_user_error, gather_problems
 from titanlite.errors import CheckpointError
@@ -151,31 +149,3 @@ def _files_of_this_rank(manifest: CheckpointManifest) -> list[str]:
     """The files that this rank hashes when all ranks verify a checkpoint."""
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
     return by_size[dist.get_rank() :: dist.get_world_size()]
-
-
-def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
-    """`folder` itself if it is a checkpoint; else the newest valid checkpoint of that run.
-
-    A run is given as its job.dump_folder, if checkpoint.folder is the default, or as the folder
-    with its checkpoints.
-
-    Damaged checkpoints are skipped with a warning, unfinished ones without a warning. Raises
-    CheckpointError if none is valid.
-    """
-    if folder.name.startswith("step-") or MANIFEST_FILE in folder.sizes():
-        return folder
-    for parent in (folder, folder / "checkpoint"):
-        for step in reversed(list_steps(parent).steps):
-            try:
-                read_checkpoint_manifest(parent / f"step-{step}")
-            except CheckpointError as error:
-                logger.warning("skipped: %s", error)
-            else:
-                return parent / f"step-{step}"
-    raise CheckpointError(
-        f"{folder}: is not a checkpoint, and contains no valid one.",
-        fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
-        " folder of one step, such as"
-        " outputs/checkpoint/step-100. Convert a Hugging Face folder first, by"
-        " scripts/checkpoint.py from-hf.",
-    )

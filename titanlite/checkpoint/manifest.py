@@ -208,15 +208,6 @@ def check_hashes(folder: StorageFolder, manifest: CheckpointManifest, names: Ite
             raise wrong_hash(folder, name)
 
 
-def weights_hash(manifest: CheckpointManifest) -> str:
-    """A hash of the model's weights that two checkpoints share only if all weights are equal."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted(manifest.tensors.items()):
-        if name.startswith("model."):
-            digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.hash}\n".encode())
-    return digest.hexdigest()
-
-
 def software_versions() -> dict[str, str]:
     """Versions of titanlite and torch, for the manifest."""
     try:

@@ -31,23 +31,11 @@ from titanlite.errors import RendezvousError
 POLL_SECONDS = 0.05
 FANOUT_TO_JOIN = 32  # ranks that a rank waits for: 3 levels for 16,384 ranks
 MAX_LISTED_RANKS = 8
-# Environment variables that torchrun sets for each rank
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "MASTER_")
 CHECK_MACHINES = (
     "Check that the launcher runs on every machine with the same address and number of machines,"
     " and that the machines can reach each other. Raise comm.init_timeout_seconds if a machine"
     " starts later."
 )
-
-
-def environment_without_launcher() -> dict[str, str]:
-    """The environment of a process that this one starts, and that is not a rank of its job."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
 
 
 def launched_rank_and_world_size() -> tuple[int, int]:

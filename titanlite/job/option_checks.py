@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -17,9 +18,10 @@ from titanlite.optim import (
     moment_format,
     whole_matrix_optimizers,
 )
-from titanlite.optim.checks import check_group_patterns
+from titanlite.optim.config import ParameterGroupConfig
 from titanlite.optim.low_memory import StateDtype
 from titanlite.optim.mup import check_mup_optimizers
+from titanlite.optim.recipe import matches_any
 from titanlite.parallelize.expert import (
     check_expert_parallel,
     expert_shard_shape,
@@ -28,6 +30,7 @@ from titanlite.parallelize.expert import (
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.parallelize.tensor import weight_shard_size
+from titanlite.settings import format_value
 
 
 def check_guard(config: JobConfig) -> Iterator[ConfigError]:
@@ -259,6 +262,37 @@ def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigEr
             fix="Use a larger training.global_batch_size.",
             keys=(key, "training.global_batch_size", "training.local_batch_size"),
         )
+
+
+def check_group_patterns(
+    groups: Sequence[ParameterGroupConfig], names: Collection[str]
+) -> Iterator[ConfigError]:
+    """Reject patterns that match none of the model's parameters, and groups that get none."""
+    left = set(names)
+    for index, group in enumerate(groups):
+        key = f"optimizer.groups[{index}].match"
+        for pattern in group.match:
+            if not any(matches_any(name, [pattern]) for name in names):
+                yield ConfigError(
+                    f'{key} = "{pattern}": matches no parameter of the model.',
+                    fix=_similar_names(pattern, names),
+                    keys=("optimizer.groups",),
+                )
+        matched = {name for name in names if group.matches(name)}
+        if matched and not matched & left:
+            yield ConfigError(
+                f"{key} = {format_value(group.match)}: every parameter that matches is in an"
+                " earlier group, and the first group that matches applies.",
+                fix="Move this group up, or leave it out.",
+                keys=("optimizer.groups",),
+            )
+        left -= matched
+
+
+def _similar_names(pattern: str, names: Collection[str]) -> str:
+    """The fix for a pattern that matches nothing: the names that resemble it most."""
+    shown = difflib.get_close_matches(pattern, names, 2, 0.5) or list(names)[:2]
+    return f"* matches any text. Names of the model are, for example, {' and '.join(shown)}."
 
 
 def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.metrics.config import (
-    MetricsConfig,
-    ProfilingConfig,
-    check_metrics_config,
-    check_profiling_config,
-)
+from titanlite.metrics.config import MetricsConfig, check_metrics_config
 from titanlite.metrics.gpu_peaks import peak_flops
 from titanlite.metrics.hardware import (
     cpu_has_bf16_units,
@@ -15,7 +10,12 @@ from titanlite.metrics.hardware import (
     peak_memory_bytes,
 )
 from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder
-from titanlite.metrics.profiler import Profiler, build_profilers
+from titanlite.metrics.profiler import (
+    Profiler,
+    ProfilingConfig,
+    build_profilers,
+    check_profiling_config,
+)
 from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, no_sinks, open_sinks
 from titanlite.metrics.throughput import PhaseTimer, ThroughputMeter, build_meter
 

@@ -1,4 +1,4 @@
-"""[metrics] and [profiling], and their validation."""
+"""[metrics], and its validation."""
 
 from __future__ import annotations
 
@@ -29,23 +29,6 @@ class MetricsConfig:
     # there are none
 
 
-@dataclass(frozen=True)
-class ProfilingConfig:
-    """[profiling] Profiler traces and memory snapshots of a few steps."""
-
-    enable_profiling: bool = False  # write a trace on every rank every profile_freq steps
-    save_traces_folder: str = "profile_traces"  # folder of the traces, under job.dump_folder
-    profile_freq: Positive = 10  # steps between two traces
-    profiler_active: Positive = 1  # steps in a trace
-    profiler_warmup: NotNegative = 3  # profiled but discarded steps before a trace
-    enable_memory_snapshot: bool = False
-    # write the GPU's allocation history every profile_freq steps, on running out of memory, and
-    # after a step if the file `dump_now` in save_memory_snapshot_folder was touched
-    save_memory_snapshot_folder: str = (
-        "memory_snapshot"  # folder of the snapshots, under job.dump_folder
-    )
-
-
 def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
     """Reject optional packages that are enabled but not installed."""
     if config.enable_tensorboard and not _is_installed("tensorboard"):
@@ -54,23 +37,6 @@ def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
         )
     if config.enable_wandb and not _is_installed("wandb"):
         yield missing_package("metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'")
-
-
-def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
-    """Reject a cycle that is shorter than its warmup and trace."""
-    needed = config.profiler_warmup + config.profiler_active
-    if needed > config.profile_freq:
-        yield ConfigError(
-            f"profiling.profile_freq = {config.profile_freq}: must be at least {needed}, for"
-            f" profiler_warmup = {config.profiler_warmup} and profiler_active ="
-            f" {config.profiler_active} steps.",
-            fix=f"Use {needed} or more, or fewer warmup or active steps.",
-            keys=(
-                "profiling.profile_freq",
-                "profiling.profiler_warmup",
-                "profiling.profiler_active",
-            ),
-        )
 
 
 def missing_package(key: str, package: str, command: str) -> ConfigError:

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.metrics.config import ProfilingConfig
+from titanlite.settings import NotNegative, Positive
 
 REQUEST_FILE = "dump_now"  # touch it to request a snapshot
 MAX_ENTRIES = 100_000  # recorded allocations and frees, as in torchtitan
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """[profiling] Profiler traces and memory snapshots of a few steps."""
+
+    enable_profiling: bool = False  # write a trace on every rank every profile_freq steps
+    save_traces_folder: str = "profile_traces"  # folder of the traces, under job.dump_folder
+    profile_freq: Positive = 10  # steps between two traces
+    profiler_active: Positive = 1  # steps in a trace
+    profiler_warmup: NotNegative = 3  # profiled but discarded steps before a trace
+    enable_memory_snapshot: bool = False
+    # write the GPU's allocation history every profile_freq steps, on running out of memory, and
+    # after a step if the file `dump_now` in save_memory_snapshot_folder was touched
+    save_memory_snapshot_folder: str = (
+        "memory_snapshot"  # folder of the snapshots, under job.dump_folder
+    )
+
+
+def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
+    """Reject a cycle that is shorter than its warmup and trace."""
+    needed = config.profiler_warmup + config.profiler_active
+    if needed > config.profile_freq:
+        yield ConfigError(
+            f"profiling.profile_freq = {config.profile_freq}: must be at least {needed}, for"
+            f" profiler_warmup = {config.profiler_warmup} and profiler_active ="
+            f" {config.profiler_active} steps.",
+            fix=f"Use {needed} or more, or fewer warmup or active steps.",
+            keys=(
+                "profiling.profile_freq",
+                "profiling.profiler_warmup",
+                "profiling.profiler_active",
+            ),
+        )
 
 
 class AllocationRecorder(Protocol):

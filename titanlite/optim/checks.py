@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,9 +11,8 @@ import torch
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
-from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
+from titanlite.optim.config import OPTIMIZERS, OptimizerConfig
 from titanlite.optim.low_memory import UNQUANTIZED
-from titanlite.optim.recipe import matches_any
 from titanlite.settings import format_value
 
 
@@ -107,37 +105,6 @@ def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
             fix=f"Set {section.key('momentum')}, for example to 0.9, or remove nesterov.",
             keys=(section.key_in_toml("nesterov"), section.key_in_toml("momentum")),
         )
-
-
-def check_group_patterns(
-    groups: Sequence[ParameterGroupConfig], names: Collection[str]
-) -> Iterator[ConfigError]:
-    """Reject patterns that match none of the model's parameters, and groups that get none."""
-    left = set(names)
-    for index, group in enumerate(groups):
-        key = f"optimizer.groups[{index}].match"
-        for pattern in group.match:
-            if not any(matches_any(name, [pattern]) for name in names):
-                yield ConfigError(
-                    f'{key} = "{pattern}": matches no parameter of the model.',
-                    fix=_similar_names(pattern, names),
-                    keys=("optimizer.groups",),
-                )
-        matched = {name for name in names if group.matches(name)}
-        if matched and not matched & left:
-            yield ConfigError(
-                f"{key} = {format_value(group.match)}: every parameter that matches is in an"
-                " earlier group, and the first group that matches applies.",
-                fix="Move this group up, or leave it out.",
-                keys=("optimizer.groups",),
-            )
-        left -= matched
-
-
-def _similar_names(pattern: str, names: Collection[str]) -> str:
-    """The fix for a pattern that matches nothing: the names that resemble it most."""
-    shown = difflib.get_close_matches(pattern, names, 2, 0.5) or list(names)[:2]
-    return f"* matches any text. Names of the model are, for example, {' and '.join(shown)}."
 
 
 def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:

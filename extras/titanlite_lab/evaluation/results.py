@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import xxhash
+
+from titanlite.checkpoint import CheckpointManifest
+
 STDERR = "_stderr"  # suffix of the standard error of a metric
 
 
@@ -86,3 +90,12 @@ def _mean_stderr(samples: Sequence[Any], mean: float) -> float | None:
         return None
     variance = sum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1)
     return math.sqrt(variance / len(numbers))
+
+
+def weights_hash(manifest: CheckpointManifest) -> str:
+    """A hash of the model's weights that two checkpoints share only if all weights are equal."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(manifest.tensors.items()):
+        if name.startswith("model."):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.hash}\n".encode())
+    return digest.hexdigest()

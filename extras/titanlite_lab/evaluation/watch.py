@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
-from titanlite.checkpoint.manifest import CheckpointManifest, weights_hash
+from titanlite.checkpoint.manifest import CheckpointManifest
 from titanlite.errors import CheckpointError, ConfigError, UserError
 from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.storage import StorageFolder
-from titanlite_lab.evaluation.results import EvaluationResult
+from titanlite_lab.evaluation.results import EvaluationResult, weights_hash
 
 EVALUATIONS_FILE = "evaluations.jsonl"  # in the folder of the run
 POLL_SECONDS = 10.0  # between two looks at the folder of the checkpoints

@@ -11,14 +11,13 @@ import pytest
 from titanlite.checkpoint.manifest import (
     CheckpointManifest,
     TensorRecord,
-    weights_hash,
     write_checkpoint_manifest,
 )
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.storage import StorageFolder
 from titanlite_lab.evaluation import watch
 from titanlite_lab.evaluation.command import run_evaluation
-from titanlite_lab.evaluation.results import EvaluationResult, TaskScores
+from titanlite_lab.evaluation.results import EvaluationResult, TaskScores, weights_hash
 from titanlite_lab.evaluation.run_tasks import load_tasks
 
 
