@@ -59,7 +59,7 @@ SHARED_NAMES = {  # name -> why two modules may both define it
 OUTSIDE_ASSIGNMENTS = {
     # settings and objects of other libraries that have no setter
     "extras/titanlite_corpus/bpe.py: tokenizer.pre_tokenizer": "API of Hugging Face tokenizers",
-    "titanlite/data/tokenizer.py: self._tokenizer.encode_special_tokens": (
+    "titanlite/data/huggingface_tokenizer.py: self._tokenizer.encode_special_tokens": (
         "API of Hugging Face tokenizers"
     ),
     "titanlite/data/tokenizer_json.py: converted.pre_tokenizer": "API of Hugging Face tokenizers",
@@ -153,6 +153,14 @@ def test_extras_import_the_trainer_and_the_lab(path):
     allowed = {"titanlite", "titanlite_lab", extra}
     ours = {name.split(".")[0] for name in imported_modules(path) if name.startswith("titanlite")}
     assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
+
+
+def test_no_module_imports_a_private_name_of_another():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titanlite"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, f"{path.relative_to(ROOT)} imports {private} of {node.module}"
 
 
 def test_the_lowest_layer_needs_only_the_standard_library():

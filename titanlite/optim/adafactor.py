@@ -53,14 +53,14 @@ class AdafactorKeys(OptimizerKeys):
         return OptimizerRecipe(
             Adafactor,
             options,
-            state_bytes=_state_bytes,
+            state_bytes=_adafactor_state_bytes,
             # With the scale, the update depends on max(RMS of the parameter, 0.001). The initial
             # RMS of a wide model is below 0.001, so no muP rule holds.
             mup_rule=None if self.scale_parameter else elementwise_update,
         )
 
 
-def _state_bytes(shape: torch.Size, param_bytes: int) -> float:
+def _adafactor_state_bytes(shape: torch.Size, param_bytes: int) -> float:
     """Bytes of the state of a parameter, which is fp32 for every dtype of the parameters."""
     return 4 * (sum(shape) if _is_factored(shape) else shape.numel())
 

@@ -59,7 +59,7 @@ class AdamWKeys(AdamRuleKeys):
         return OptimizerRecipe(
             optimizer_class,
             options,
-            state_bytes=partial(_state_bytes, self.state_dtype, self.offload),
+            state_bytes=partial(_adam_state_bytes, self.state_dtype, self.offload),
             moment_rates=("beta1", "beta2"),
             mup_rule=elementwise_update,
         )
@@ -72,7 +72,9 @@ class AdamKeys(AdamWKeys):
     decoupled: ClassVar[bool] = False
 
 
-def _state_bytes(dtype: StateDtype, offload: bool, shape: torch.Size, param_bytes: int) -> float:
+def _adam_state_bytes(
+    dtype: StateDtype, offload: bool, shape: torch.Size, param_bytes: int
+) -> float:
     if offload:
         return 0.0
     if dtype == "float32":  # as the weights

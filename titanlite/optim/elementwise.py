@@ -85,7 +85,7 @@ class ElementwiseKeys(OptimizerKeys):
 class SGDKeys(ElementwiseKeys):
     """SGD's keys of [optimizer]."""
 
-    momentum: Fraction = 0.0
+    momentum: Fraction = 0.0  # 0: none, and no state
     nesterov: bool = False  # look ahead by one step of the momentum
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:

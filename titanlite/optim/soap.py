@@ -45,18 +45,18 @@ class SOAPKeys(AdamRuleKeys):
         return OptimizerRecipe(
             SOAP,
             options,
-            state_bytes=_state_bytes,
-            owner_flops=_flops,
+            state_bytes=_soap_state_bytes,
+            owner_flops=_soap_flops,
             hidden_only=True,
         )
 
 
-def _state_bytes(shape: torch.Size, param_bytes: int) -> float:
+def _soap_state_bytes(shape: torch.Size, param_bytes: int) -> float:
     """Bytes of the state of a matrix: moments in fp32, statistics and eigenbasis in fp64."""
     return 4 * 2 * shape.numel() + 8 * 2 * min(shape) ** 2
 
 
-def _flops(shape: torch.Size) -> float:
+def _soap_flops(shape: torch.Size) -> float:
     """FLOPs of one update, without the QR decompositions."""
     # the statistics; gradient and moment into the eigenbasis, and the update back
     return 4 * 2 * shape.numel() * min(shape)
@@ -89,7 +89,7 @@ class SOAP(OverlappingBase):
                 by_mesh.setdefault(mesh, []).append(_SoapParameter(parameter, number))
         for members in by_mesh.values():
             parameters = [member.parameter for member in members]
-            matrices = OwnedMatrices(parameters, [_flops(p.shape) for p in parameters])
+            matrices = OwnedMatrices(parameters, [_soap_flops(p.shape) for p in parameters])
             self._owned.append(_SoapMatrices(members, matrices))
             for index, parameter in enumerate(parameters):
                 self.state[parameter] = {"step": torch.tensor(0.0)}

@@ -21,7 +21,7 @@ def optimizer_state_bytes(
     total = 0.0
     for name, shape in shapes:
         recipe = recipe_of_parameter(name, shape, config, facts)
-        total += _state_bytes(recipe.state_bytes, shape, param_dtype)
+        total += _parameter_state_bytes(recipe.state_bytes, shape, param_dtype)
     return total
 
 
@@ -49,7 +49,7 @@ def whole_matrix_bytes(
     )
 
 
-def _state_bytes(state_bytes: StateBytes, shape: torch.Size, dtype: torch.dtype) -> float:
+def _parameter_state_bytes(state_bytes: StateBytes, shape: torch.Size, dtype: torch.dtype) -> float:
     """Bytes of the state of a parameter; low-precision vectors have a float32 copy."""
     if len(shape) > 1 or dtype not in (torch.bfloat16, torch.float16):
         return state_bytes(shape, dtype.itemsize)
