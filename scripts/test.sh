@@ -22,6 +22,7 @@ QUICK=(
   --deselect "$SEARCH::test_the_best_is_the_best_of_all_candidates[0.02]"
   --deselect "$SEARCH::test_the_best_is_the_best_of_all_candidates[1.0]"
   extras/titanlite_lab/tests --ignore extras/titanlite_lab/tests/test_compare.py
+  --ignore extras/titanlite_lab/tests/test_generate.py
   tests/data $CORPUS --ignore $CORPUS/test_prepare.py --ignore $CORPUS/test_dask_engine.py
   --deselect $CORPUS/test_recipe.py::test_kills_and_workers_change_no_byte
   --deselect
