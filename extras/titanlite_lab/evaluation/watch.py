@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.checkpoint import (
+    CheckpointConfig,
+    checkpoint_folder,
+    list_steps,
+    read_checkpoint_manifest,
+)
 from titanlite.checkpoint.manifest import CheckpointManifest
 from titanlite.errors import CheckpointError, ConfigError, UserError
-from titanlite.files import parse_json
+from titanlite.files import parse_json, parse_toml
 from titanlite.log import logger
+from titanlite.metrics import MetricsConfig
 from titanlite.storage import StorageFolder
 from titanlite_lab.evaluation.results import EvaluationResult, weights_hash
 
@@ -81,8 +87,10 @@ def _last_step(watch: Watch, manifest: CheckpointManifest) -> float:
 
 def _checkpoints(watch: Watch) -> Iterator[tuple[StorageFolder, CheckpointManifest]]:
     """The committed checkpoints of the run, the newest first."""
-    default = watch.run / "checkpoint"
-    folder = StorageFolder(default if default.is_dir() else watch.run)
+    name = _setting(watch.run, "checkpoint", "folder")
+    folder = checkpoint_folder(watch.run, CheckpointConfig(folder=name))
+    if not list_steps(folder).steps:  # the folder of the checkpoints itself was given
+        folder = StorageFolder(watch.run)
     for step in reversed(list_steps(folder).steps):
         step_folder = folder / f"step-{step}"
         try:
@@ -91,10 +99,21 @@ def _checkpoints(watch: Watch) -> Iterator[tuple[StorageFolder, CheckpointManife
             continue
 
 
+def _setting(run: Path, section: str, key: str) -> str:
+    """A setting of the run, as its config.toml has it."""
+    defaults = {"checkpoint": CheckpointConfig, "metrics": MetricsConfig}
+    try:
+        table = parse_toml((run / "config.toml").read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        table = {}
+    return str(table.get(section, {}).get(key, getattr(defaults[section], key)))
+
+
 def _append(watch: Watch, step: int, result: EvaluationResult) -> None:
     """Write the lines of a result, to TensorBoard too if the run does, and print it."""
     content = result.to_json()
-    if (logs := watch.run / "tb").is_dir():
+    logs = watch.run / _setting(watch.run, "metrics", "save_tb_folder")
+    if logs.is_dir():
         from torch.utils.tensorboard import SummaryWriter  # the run has it
 
         with SummaryWriter(str(logs)) as board:

@@ -27,11 +27,12 @@ class SavingRun:
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.evaluated = folder, []
         monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
+        (folder / "config.toml").write_text('[checkpoint]\nfolder = "saved"\n')
 
     def save(self, step: int, weights: str = "first") -> None:
         tensors = {"model.w": TensorRecord([0], "float32", f"{weights}{step}")}
         job = {"training": {"steps": 30}}
-        folder = StorageFolder(self.folder / "checkpoint" / f"step-{step}")
+        folder = StorageFolder(self.folder / "saved" / f"step-{step}")
         folder.create_folder()
         manifest = CheckpointManifest(step, {}, {}, job, "", {}, 0.0, {}, tensors)
         write_checkpoint_manifest(folder, manifest)
@@ -74,7 +75,7 @@ def test_a_watch_waits_for_the_last_checkpoint(tmp_path, monkeypatch):
     watching.start()
     while run.evaluated != [10]:
         assert watching.is_alive()
-    (tmp_path / "checkpoint" / "step-20").mkdir()  # a save that is not committed
+    (tmp_path / "saved" / "step-20").mkdir()  # a save that is not committed
     run.save(30)
     watching.join()
     assert run.evaluated == [10, 30]
