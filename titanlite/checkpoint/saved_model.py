@@ -29,7 +29,7 @@ from titanlite.storage import StorageFolder
 
 T = TypeVar("T")
 
-MAX_LAYERS = 10_000  # each takes memory before any of its weights is read
+MAX_LAYERS = 1_000  # each takes memory before any of its weights is read
 MAX_PARAMETERS = 1 << 50
 
 
