@@ -310,5 +310,3 @@ def test_a_policy_without_checkpoints_to_roll_back_to_is_refused(run_toml, tmp_p
         read_job([*argv, "--checkpoint.keep_latest_k", "2"], 1)
     with pytest.raises(UserError, match="max_violations = 1: the run would end at the first"):
         read_job([*argv, "--guard.max_violations", "1"], 1)
-    with pytest.raises(UserError, match="guard.rollback_tries = 2: no policy rolls back"):
-        read_job([*argv[:2], "--guard.rollback_tries", "2"], 1)

@@ -78,13 +78,6 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
             keys=("guard.spike", "guard.nonfinite"),
         )
-    for key in ("rollback_steps", "rollback_lr_factor", "rollback_tries"):
-        if getattr(config, key) != getattr(GuardConfig, key) and not config.rolls_back:
-            yield ConfigError(
-                f"guard.{key} = {getattr(config, key):g}: no policy rolls back.",
-                fix=f'Set guard.spike or guard.nonfinite = "rollback", or remove guard.{key}.',
-                keys=(f"guard.{key}",),
-            )
     if config.rolls_back and config.max_violations == 1:
         yield ConfigError(
             "guard.max_violations = 1: the run would end at the first violation, and never roll"
