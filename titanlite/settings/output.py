@@ -32,12 +32,13 @@ def to_toml(section: Any, omit: Any = None) -> str:
 
 def _write_table(section: Any, name: str, lines: list[str], omit: Any) -> None:
     fields = [(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)]
+    defaults = {f.name: f.default for f in dataclasses.fields(section)}  # of another choice's keys
     values = [
         (k, v)
         for k, v in fields
         if v is not None
         and not dataclasses.is_dataclass(v)
-        and (omit is None or v != getattr(omit, k, None))
+        and (omit is None or v != getattr(omit, k, defaults[k]))
     ]
     if name and values:
         lines.append(f"\n[{name}]")
