@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from titanlite.data.manifest import ShardRecord
+from titanlite.data.open_tokenizer import open_tokenizer
 from titanlite.data.shards import id_type_of
-from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import ConfigError, DataError, UserError
 from titanlite.log import logger
 from titanlite.settings import raise_together

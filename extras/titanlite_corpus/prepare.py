@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.manifest import ShardRecord, is_shard_intact
+from titanlite.data.open_tokenizer import open_tokenizer, tokenizer_from_bytes
 from titanlite.data.shards import open_corpus
 from titanlite.data.text import (
     MAX_DOCUMENT_BYTES,
@@ -26,7 +27,7 @@ from titanlite.data.text import (
     list_file_ranges,
     read_documents,
 )
-from titanlite.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer_from_bytes
+from titanlite.data.tokenizer import BYTES, Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import pluralize

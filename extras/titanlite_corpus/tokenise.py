@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.open_tokenizer import open_tokenizer
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
 from titanlite_corpus.chat.template import ChatTemplate, open_chat_template

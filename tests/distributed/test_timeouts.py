@@ -46,7 +46,7 @@ def wait_two_seconds() -> tuple[bool, ...]:
 def print_limits() -> None:
     """Print the limit of the watchdog and of gloo at each forward and backward or validation."""
     from titanlite.runtime.heartbeat import RankProgress
-    from titanlite.training.engine import SpmdEngine
+    from titanlite.training.spmd_engine import SpmdEngine
 
     forward_backward, evaluate, set_timeout = (
         *(SpmdEngine.forward_backward, SpmdEngine.evaluate),

@@ -12,7 +12,8 @@ import pytest
 from tests.faults.launch import LaunchedRun, events_of
 from titanlite.errors import EXIT_DIVERGED, ReplicaMismatch
 from titanlite.meters import replica_check
-from titanlite.meters.replica_check import ReplicaCheckConfig, ReplicaFinding
+from titanlite.meters.metered_run import ReplicaCheckConfig
+from titanlite.meters.replica_check import ReplicaFinding
 
 SLOW_RANK, DAMAGED_RANK, DAMAGED_STEP = 1, 1, 5
 WEIGHT = "layers.0.feed_forward.w1.weight"

@@ -64,7 +64,7 @@ def test_a_run_saves_and_ends_before_its_time_limit(run_toml, tmp_path):
 def signal_in(step: int, kill_in_validation: bool = False) -> None:
     """Send SIGTERM to this rank before `step`; with `kill_in_validation`, SIGKILL after it."""
     from titanlite.runtime import StopRequest
-    from titanlite.training.engine import SpmdEngine
+    from titanlite.training.spmd_engine import SpmdEngine
 
     reason, evaluate, calls = StopRequest.reason, SpmdEngine.evaluate, []
 

@@ -15,12 +15,12 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.step_folders import list_steps
 from titanlite.data import Tokenizer, open_tokenizer
-from titanlite.data.tokenizer import (
-    BYTES,
+from titanlite.data.open_tokenizer import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_FILES,
     tokenizer_from_bytes,
 )
+from titanlite.data.tokenizer import BYTES
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.log import logger
 from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec

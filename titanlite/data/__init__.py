@@ -15,6 +15,7 @@ from titanlite.data.mixing import (
     repeated_sources,
 )
 from titanlite.data.mixture import MixtureQuotas
+from titanlite.data.open_tokenizer import open_tokenizer
 from titanlite.data.order import (
     PositionWindow,
     SampleOrder,
@@ -32,7 +33,7 @@ from titanlite.data.shards import (
 from titanlite.data.stream import DataConfig, SampleStream, check_bos, open_sample_stream
 from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
-from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.validation_set import ValidationSet, open_validation
 
 __all__ = [

@@ -6,20 +6,16 @@ The name of a control token in a text is encoded as ordinary text; only callers 
 from __future__ import annotations
 
 import base64
-import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from titanlite.errors import DataError
-from titanlite.files import read_regular_file
 
 BYTES = "bytes"  # the name of the tokenizer that needs no file
-MAX_TOKENIZER_BYTES = 64 << 20  # of a file; the largest in use (Gemma's tokenizer.json) has 34 MB
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 # How Llama 3 splits text before merging bytes. A ranks file does not contain its pattern, and with
@@ -37,7 +33,6 @@ ALLOWED = (
     'Give a tiktoken ranks file (lines of "base64 rank"), a Hugging Face tokenizer.json,'
     f' or "{BYTES}".'
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # file names in checkpoints
 
 # tiktoken's regular expression overflows its stack at about a million spaces in a row
 _MAX_SPACES = 100_000
@@ -122,34 +117,6 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def open_tokenizer(path: str) -> Tokenizer:
-    """Open a tokenizer file; "bytes" gives a ByteTokenizer. Raises DataError."""
-    return ByteTokenizer() if path == BYTES else tokenizer_from_bytes(_read_file(Path(path)), path)
-
-
-def tokenizer_from_bytes(content: bytes, name: str) -> Tokenizer:
-    """Make a tokenizer from the content of its file; `name` is for messages. Raises DataError."""
-    if content.lstrip()[:1] != b"{":
-        return RanksTokenizer(content, name)
-    from titanlite.data.huggingface_tokenizer import HuggingFaceTokenizer  # imports this module
-
-    return HuggingFaceTokenizer(content, name)
-
-
-def _read_file(path: Path) -> bytes:
-    if path.is_dir():
-        inside = [str(path / name) for name in TOKENIZER_FILES if (path / name).exists()]
-        fix = f"Give the file: {inside[0]}" if inside else ALLOWED
-        raise DataError(f'tokenizer "{path}": is a folder.', fix=fix)
-    try:
-        return read_regular_file(path, MAX_TOKENIZER_BYTES)
-    except OSError as error:
-        reason = str(error.strerror or error)
-        if error.errno not in (errno.EINVAL, errno.EFBIG):  # the messages of these two are complete
-            reason = f"cannot be read ({reason})"
-        raise DataError(f'tokenizer "{path}": {reason}.', fix=ALLOWED) from None
 
 
 def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:

@@ -13,8 +13,7 @@ from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.guard.policy import GuardConfig
 from titanlite.kernels.backend import AttentionConfig
-from titanlite.meters.replica_check import ReplicaCheckConfig
-from titanlite.meters.straggler import StragglerConfig
+from titanlite.meters.metered_run import ReplicaCheckConfig, StragglerConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import LossConfig, ModelConfig
 from titanlite.models.load_balancing import ExpertsConfig

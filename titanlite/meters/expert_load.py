@@ -12,8 +12,8 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import LoadBalancing, ModelSizes, ModelSpec, Router
 from titanlite.models.router import SUMS
-from titanlite.training.engine import SetPhase
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.step import StepHook, StepInputs, StepResult
 
 

@@ -1,21 +1,38 @@
-"""What a meter is, and what it is built from."""
+"""What a meter is, what it is built from, and the sections of meters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from titanlite.data import SampleStream
 from titanlite.metrics import MetricsConfig
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize import ParallelLayout, ShardedModel
+from titanlite.settings import Range
 from titanlite.training.periodic import PeriodicAction
 from titanlite.training.run import Run
 from titanlite.training.step import StepHook
 
-if TYPE_CHECKING:  # these files import this one
-    from titanlite.meters.replica_check import ReplicaCheckConfig
-    from titanlite.meters.straggler import StragglerConfig
+
+@dataclass(frozen=True)
+class ReplicaCheckConfig:
+    """[replica_check] Compare replicas of weights, optimizer state and generators, bit by bit."""
+
+    freq: Annotated[int, Range(0)] = 0
+    # steps between two checks; each save is preceded by one, too; 0: never
+    action: Literal["stop", "warn"] = "stop"
+    # when replicas differ: end the run with exit code 3 before the state is saved, or log an error
+
+
+@dataclass(frozen=True)
+class StragglerConfig:
+    """[straggler] Report ranks that are slower than the others."""
+
+    freq: Annotated[int, Range(0)] = 0  # steps between two reports; 0: none
+    threshold: Annotated[float, Range(1)] = 6.0
+    # robust standard deviations above the median from which a rank counts as slow; a standard
+    # deviation is at least 2.5 % of the median
 
 
 class Meter(NamedTuple):

@@ -24,8 +24,9 @@ from titanlite.meters.expert_load import ExpertLoad
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import valid_tokens
 from titanlite.optim import combine_norms, shard_norms
-from titanlite.training.engine import Engine, SetPhase
+from titanlite.training.engine import Engine
 from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepHook, StepInputs, StepResult
 

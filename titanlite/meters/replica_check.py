@@ -12,9 +12,8 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import ReplicaMismatch
 from titanlite.meters.metered_run import Meter, MeteredRun
-from titanlite.settings import Range
 from titanlite.training.periodic import PeriodicAction, StepInfo, report_save
 from titanlite.training.state import TrainState
 
@@ -44,16 +42,6 @@ ROW = 1 << 16  # elements that are multiplied by the same factors, row after row
 ROWS = {"cuda": 64, "cpu": 1}  # at a time: temporary memory of 32 MiB on a GPU; a CPU's cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by element size
 _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-@dataclass(frozen=True)
-class ReplicaCheckConfig:
-    """[replica_check] Compare replicas of weights, optimizer state and generators, bit by bit."""
-
-    freq: Annotated[int, Range(0)] = 0
-    # steps between two checks; each save is preceded by one, too; 0: never
-    action: Literal["stop", "warn"] = "stop"
-    # when replicas differ: end the run with exit code 3 before the state is saved, or log an error
 
 
 class ReplicaFinding(NamedTuple):

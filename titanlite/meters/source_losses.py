@@ -12,8 +12,8 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout
-from titanlite.training.engine import SetPhase
 from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.step import StepHook, StepInputs
 
 

@@ -17,9 +17,8 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median_low
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,21 +27,10 @@ from titanlite.distributed.mesh import Degrees, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.metrics import PhaseTimer
-from titanlite.settings import Range
 from titanlite.training.periodic import PeriodicAction, StepInfo
 
 NORMAL_SPREAD = 0.025  # of healthy ranks, as a standard deviation relative to their median
 MAX_REPORTED = 8  # ranks in one report
-
-
-@dataclass(frozen=True)
-class StragglerConfig:
-    """[straggler] Report ranks that are slower than the others."""
-
-    freq: Annotated[int, Range(0)] = 0  # steps between two reports; 0: none
-    threshold: Annotated[float, Range(1)] = 6.0
-    # robust standard deviations above the median from which a rank counts as slow; a standard
-    # deviation is at least 2.5 % of the median
 
 
 class SlowRank(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 from titanlite.log import logger
@@ -20,17 +19,6 @@ _LONG_EVENTS = ("layer_norms", "source_losses", "settings_changed")  # have no o
 _OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
-
-
-def open_console(
-    total_steps: int, completed_steps: int, colour: bool, progress: bool | None
-) -> Console:
-    """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
-    if sys.stderr.isatty() if progress is None else progress:
-        from titanlite.metrics.progress_bar import LiveConsole  # imports this module
-
-        return LiveConsole(total_steps, completed_steps, colour)
-    return Console(total_steps, colour=False)
 
 
 class Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from typing import Any, Protocol
 
 from titanlite.log import logger
 from titanlite.metrics.config import MetricsConfig
-from titanlite.metrics.console import open_console
+from titanlite.metrics.console import Console
 from titanlite.metrics.jsonl import METRICS_FILE, JsonlSink
+from titanlite.metrics.progress_bar import LiveConsole
 from titanlite.metrics.services import TensorBoardSink, start_wandb
 from titanlite.threads import DeviceThread
 
@@ -57,6 +59,15 @@ class SinkContext:
     job: dict[str, Any]  # the settings, for services that show them
     rollbacks: int = 0  # how often the run was rolled back before it came to completed_steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
+
+
+def open_console(
+    total_steps: int, completed_steps: int, colour: bool, progress: bool | None
+) -> Console:
+    """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
+    if sys.stderr.isatty() if progress is None else progress:
+        return LiveConsole(total_steps, completed_steps, colour)
+    return Console(total_steps, colour=False)
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {

@@ -5,27 +5,34 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
+from titanlite.errors import ConfigError
 from titanlite.settings import format_value
-from titanlite.training.batch_schedule import BATCH_KEY, BatchSchedule, BatchStage, refused_ramp
 
+RAMP_KEY, BATCH_KEY = "training.batch_size_ramp", "training.global_batch_size"
 _FORMS = 'Write a table such as "0:512 10B:1024", or a linear ramp such as "32 +32 over 12B".'
 MAX_INCREMENTS = 10_000  # of a linear ramp: each adds a stage, whose size is checked
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def ramp_batch(ramp: str, final: int, seq_len: int) -> BatchSchedule:
-    """The schedule that `training.batch_size_ramp` describes, up to `final` sequences.
+class BatchStage(NamedTuple):
+    """A constant part of a batch-size schedule."""
+
+    first_token: int  # steps that begin at this token or later have `sequences`
+    sequences: int  # of one optimizer step, over all ranks
+
+
+def parse_batch_ramp(ramp: str, final: int) -> list[BatchStage]:
+    """The stages that `training.batch_size_ramp` describes, up to `final` sequences.
 
     Raises ConfigError.
     """
     linear = re.fullmatch(r"\s*(\d{1,15})\s*\+\s*(\d{1,15})\s+over\s+(\S+)\s*", ramp)
-    if linear:
-        start, increment, length = int(linear[1]), int(linear[2]), _parse_tokens(linear[3], ramp)
-        stages = _linear_stages(ramp, start, increment, length, final)
-    else:
-        stages = _table_stages(ramp, final)
-    return BatchSchedule(tuple(stages), seq_len)
+    if not linear:
+        return _table_stages(ramp, final)
+    start, increment, length = int(linear[1]), int(linear[2]), _parse_tokens(linear[3], ramp)
+    return _linear_stages(ramp, start, increment, length, final)
 
 
 def _linear_stages(
@@ -77,3 +84,9 @@ def _parse_tokens(text: str, ramp: str) -> int:
         reason = f"{format_value(text)} is not a whole number of tokens such as 4096 or 1.5B."
         raise refused_ramp(ramp, reason, _FORMS)
     return int(amount)
+
+
+def refused_ramp(ramp: str, reason: str, fix: str, *keys: str) -> ConfigError:
+    return ConfigError(
+        f"{RAMP_KEY} = {format_value(ramp)}: {reason}", fix=fix, keys=(RAMP_KEY, *keys)
+    )

@@ -5,20 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from titanlite.errors import ConfigError
-from titanlite.settings import format_value
+from titanlite.training.batch_ramp import BATCH_KEY, BatchStage, parse_batch_ramp, refused_ramp
 from titanlite.training.config import TrainingConfig
-
-RAMP_KEY, BATCH_KEY = "training.batch_size_ramp", "training.global_batch_size"
-
-
-class BatchStage(NamedTuple):
-    """A constant part of a batch-size schedule."""
-
-    first_token: int  # steps that begin at this token or later have `sequences`
-    sequences: int  # of one optimizer step, over all ranks
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,6 @@ def constant_batch(sequences: int, seq_len: int) -> BatchSchedule:
     return BatchSchedule((BatchStage(0, sequences),), seq_len)
 
 
-def refused_ramp(ramp: str, reason: str, fix: str, *keys: str) -> ConfigError:
-    return ConfigError(
-        f"{RAMP_KEY} = {format_value(ramp)}: {reason}", fix=fix, keys=(RAMP_KEY, *keys)
-    )
-
-
 def build_batch_schedule(training: TrainingConfig, global_batch: int) -> BatchSchedule:
     """The batch sizes of a run whose batch is `global_batch` in the end; raises ConfigError."""
     if training.batch_size_ramp is None:
@@ -83,9 +67,8 @@ def build_batch_schedule(training: TrainingConfig, global_batch: int) -> BatchSc
             f"Set {BATCH_KEY} to the size after the ramp.",
             BATCH_KEY,
         )
-    from titanlite.training.batch_ramp import ramp_batch  # imports this module
-
-    return ramp_batch(training.batch_size_ramp, global_batch, training.seq_len)
+    stages = parse_batch_ramp(training.batch_size_ramp, global_batch)
+    return BatchSchedule(tuple(stages), training.seq_len)
 
 
 def check_batch_size(training: TrainingConfig, data_ranks: int) -> Iterator[ConfigError]:

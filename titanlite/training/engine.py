@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from titanlite.kernels.documents import SupportsDocuments
-from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
-from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.training.batch import Batch, RankTokens
-
-SetPhase = Callable[[str], None]
-
-
-def ignore_phase(phase: str) -> None:
-    """Default phase callback; does nothing."""
+from titanlite.training.pipeline_engine import PipelineEngine
+from titanlite.training.spmd_engine import SetPhase, SpmdEngine, ignore_phase
 
 
 class Engine(Protocol):
@@ -69,78 +61,4 @@ def build_engine(
     tokens = RankTokens(shard, document_end_id, index_documents)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
-    from titanlite.training.pipeline_engine import PipelineEngine  # which imports this module
-
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)
-
-
-class SpmdEngine:
-    """Engine without pipeline parallelism: a rank runs all layers, one micro-batch at a time."""
-
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        tokens: RankTokens,
-        microbatch_size: int,
-        device: torch.device,
-        reduce_every_microbatch: bool = True,
-    ):
-        assert isinstance(sharded.model, FSDPModule)  # FSDP2 in every layout, one rank included
-        self._model, self._tokens, self._device = sharded.model, tokens, device
-        self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
-        self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
-
-    def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
-        """See `Engine.prepare`."""
-        return self._tokens.prepare(inputs, labels, self._microbatch_size)
-
-    def forward_backward(
-        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
-    ) -> Tensor:
-        """See `Engine.forward_backward`."""
-        self._update_float8_scales()
-        total = torch.zeros(2, device=self._device)
-        microbatches = batch.split(self._microbatch_size)
-        for number, microbatch in enumerate(microbatches):
-            last = number == len(microbatches) - 1
-            set_gradient_reduction(self._model, self._reduce_every or last)
-            set_phase("forward")
-            # The only division, by the valid labels of the global batch: gradients just add up.
-            loss = self._loss_of(microbatch) / valid
-            set_phase("backward")
-            loss.backward()
-            total += loss_terms(loss, self._output, valid)
-        return total
-
-    @torch.no_grad()
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """See `Engine.evaluate`."""
-        self._update_float8_scales()
-        batch = self._tokens.prepare(inputs, labels, len(inputs))
-        loss = self._loss_of(batch.to(self._device))
-        reshard([self._model])
-        return loss
-
-    def _loss_of(self, microbatch: Batch) -> Tensor:
-        """The summed loss of this rank's tokens."""
-        select = self._tokens.select
-        positions = self._tokens.positions(microbatch.inputs, microbatch.labels)
-        options = {"documents": microbatch.documents[0]} if microbatch.documents else {}
-        return self._model(
-            select(microbatch.inputs), positions, labels=select(microbatch.labels), **options
-        )
-
-
-def loss_terms(loss: Tensor, output: OutputLayer | None, valid: Tensor | float) -> Tensor:
-    """[cross-entropy, z-loss] of their sum `loss`; z-loss: of the last forward of `output`."""
-    assert output is not None and output.z_loss is not None
-    z_loss = output.z_loss / valid
-    return torch.stack((loss.detach() - z_loss, z_loss))
-
-
-def reshard(models: Iterable[nn.Module]) -> None:
-    """Free the weights that FSDP gathered in forward; without a backward, nothing else does."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -12,9 +12,9 @@ from titanlite.errors import UserError
 from titanlite.log import log_waiting, logger
 from titanlite.runtime import stop_reason_name
 from titanlite.training.batch import Batch
-from titanlite.training.engine import reshard
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
+from titanlite.training.spmd_engine import reshard
 from titanlite.training.step import StepResult, take_step
 from titanlite.training.stopping import StepAbandoned, StopAgreement
 

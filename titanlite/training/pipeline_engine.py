@@ -20,7 +20,7 @@ from titanlite.parallelize.pipeline import (
 )
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.training.batch import Batch, RankTokens
-from titanlite.training.engine import SetPhase, ignore_phase, loss_terms, reshard
+from titanlite.training.spmd_engine import SetPhase, ignore_phase, loss_terms, reshard
 
 
 class PipelineEngine:

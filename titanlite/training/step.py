@@ -13,7 +13,8 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
 from titanlite.optim import AdaptiveClip, OptimizerInBackward, Progress, clip_gradients
 from titanlite.training.batch import Batch
-from titanlite.training.engine import Engine, SetPhase, ignore_phase
+from titanlite.training.engine import Engine
+from titanlite.training.spmd_engine import SetPhase, ignore_phase
 from titanlite.training.state import TrainState
 
 

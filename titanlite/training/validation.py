@@ -14,7 +14,8 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import valid_tokens
 from titanlite.settings import Positive, Range
-from titanlite.training.engine import Engine, SetPhase, ignore_phase
+from titanlite.training.engine import Engine
+from titanlite.training.spmd_engine import SetPhase, ignore_phase
 
 
 @dataclass(frozen=True)
