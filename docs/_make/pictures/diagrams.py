@@ -28,7 +28,6 @@ from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS, TRACES_S
 PURPOSE = {  # of each package, in two short lines at most
     "train.py": "one run",
     "scripts": "one command each",
-    "generate": "text from a\ncheckpoint",
     "job": "the checked configuration,\nthe builders of a run",
     "training": "engine, step, loop,\nperiodic actions",
     "guard": "judge, replay,\nroll-back",
