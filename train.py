@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 
-from titanlite.config_reference import print_help
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import enable_expandable_segments
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
@@ -24,6 +23,8 @@ from titanlite.training.loop import train
 def main(argv: list[str]) -> int:
     """Run train.py with the arguments `argv`; returns the exit code."""
     if "--help" in argv or "-h" in argv:
+        from titanlite.config_reference import print_help  # only runs of --help need it
+
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
         sections = [name for name in argv if not name.startswith("-")]
         return print_help(__doc__, JobConfig, *sections[:1])

@@ -80,7 +80,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/checkpoint/tensor_writer.py: metadata.storage_data": "field of DCP's metadata",
     # torch.autograd.Function saves non-tensors as attributes of its context
     "titanlite/kernels/documents.py: ctx.window": "autograd context",
-    "titanlite/models/embedding.py: ctx.vocab_size": "autograd context",
+    "titanlite/models/decoder.py: ctx.vocab_size": "autograd context",
     "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",
     "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",

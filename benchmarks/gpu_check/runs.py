@@ -21,7 +21,7 @@ from benchmarks.gpu_check.outcome import (
 )
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
 from benchmarks.processes import ROOT, as_arguments
-from titanlite.kernels.gpu import find_gpu
+from titanlite.parallelize.float8 import find_gpu
 from titanlite_lab.compare import compare_runs, verdict
 
 MAX_RUN_SECONDS = 600

@@ -22,7 +22,7 @@ import torch
 
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
-from titanlite.metrics import peak_flops
+from titanlite.metrics.gpu_peaks import peak_flops
 from titanlite_planner.time.cpu_rates import measure_rates
 from titanlite_planner.workload import MatmulPrecision
 

@@ -36,9 +36,9 @@ from benchmarks.gpu_check.runs import (
 )
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
 from tests.distributed.ranks import run_on_ranks
-from titanlite.kernels.gpu import Gpu
 from titanlite.models import FAMILIES
 from titanlite.parallelize import activation_offload
+from titanlite.parallelize.float8 import Gpu
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from conftest import ROOT
-from titanlite.kernels.gpu import Gpu
+from titanlite.parallelize.float8 import Gpu
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs Triton, but no GPU: see CONTRIBUTING.md"

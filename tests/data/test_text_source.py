@@ -22,9 +22,8 @@ from titanlite.data import (
     text_units,
     validation_set,
 )
-from titanlite.data.lanes import DocumentNode
+from titanlite.data.lanes import DocumentNode, TextUnit, assign_units_to_lanes, divide_files
 from titanlite.data.text_source import TextSource
-from titanlite.data.text_units import TextUnit, assign_units_to_lanes, divide_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import CheckpointError, DataError
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus

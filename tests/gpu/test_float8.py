@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.kernels.gpu import find_gpu
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
-from titanlite.parallelize.float8 import Float8Config, check_float8_device
+from titanlite.parallelize.float8 import Float8Config, check_float8_device, find_gpu
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

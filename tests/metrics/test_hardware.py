@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.metrics import hardware, measure_matmul_flops, peak_flops, peak_memory_bytes
+from titanlite.metrics import hardware, measure_matmul_flops, peak_memory_bytes
+from titanlite.metrics.gpu_peaks import peak_flops
 
 CPU = torch.device("cpu")
 

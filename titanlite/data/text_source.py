@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.text import find_files, list_file_ranges
-from titanlite.data.text_units import (
+from titanlite.data.lanes import (
     LaneState,
     assign_units_to_lanes,
     divide_files,
     hash_division,
     hash_file_samples,
 )
+from titanlite.data.text import find_files, list_file_ranges
 from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import CheckpointError, DataError

@@ -11,12 +11,11 @@ from titanlite.distributed.process_group import choose_device
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.job.config import JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.job.option_checks import check_optimizer_device
 from titanlite.kernels.backend import CPU_KERNELS
-from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.models import ModelSizes
-from titanlite.optim import check_optimizer_device
 from titanlite.parallelize.compile import check_compiler
-from titanlite.parallelize.float8 import check_float8_device
+from titanlite.parallelize.float8 import Gpu, check_float8_device, find_gpu
 
 
 def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:

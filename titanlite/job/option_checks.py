@@ -15,6 +15,7 @@ from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
+    OptimizerConfig,
     moment_format,
     whole_matrix_optimizers,
 )
@@ -27,7 +28,7 @@ from titanlite.parallelize.expert import (
     expert_shard_shape,
     hidden_dims_of_experts,
 )
-from titanlite.parallelize.float8 import check_float8
+from titanlite.parallelize.float8 import FLOAT8_FALLBACK_SINCE, Gpu, check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.settings import format_value
@@ -312,4 +313,17 @@ def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
         yield ConfigError(
             f"checkpoint.last_save_in_hf = true: {error.message}",
             keys=("checkpoint.last_save_in_hf",),
+        )
+
+
+def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
+    """Reject an update that inductor cannot compile for this GPU. `gpu` None: a CPU."""
+    is_compiled = config.state_dtype == "float8" and config.implementation == "fused"
+    if is_compiled and gpu is not None and not gpu.compiles_float8:
+        yield ConfigError(
+            f'optimizer.state_dtype = "float8": torch {torch.__version__} compiles its update for'
+            f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
+            fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
+            ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
+            keys=("optimizer.state_dtype", "optimizer.implementation"),
         )

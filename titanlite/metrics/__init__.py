@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from titanlite.metrics.config import MetricsConfig, check_metrics_config
-from titanlite.metrics.gpu_peaks import peak_flops
 from titanlite.metrics.hardware import (
     cpu_has_bf16_units,
     measure_matmul_flops,
@@ -38,6 +37,5 @@ __all__ = [
     "metrics_folder",
     "no_sinks",
     "open_sinks",
-    "peak_flops",
     "peak_memory_bytes",
 ]

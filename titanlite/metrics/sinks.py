@@ -14,8 +14,6 @@ from titanlite.log import logger
 from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import Console
 from titanlite.metrics.jsonl import METRICS_FILE, JsonlSink
-from titanlite.metrics.progress_bar import LiveConsole
-from titanlite.metrics.services import TensorBoardSink, start_wandb
 from titanlite.threads import DeviceThread
 
 CLOSE_SECONDS = 300.0  # time for a service to receive the records that were not sent yet
@@ -61,11 +59,27 @@ class SinkContext:
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
+def open_tensorboard(run: SinkContext) -> Sink:
+    """The sink of TensorBoard's files."""
+    from titanlite.metrics.services import TensorBoardSink
+
+    return TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
+
+
+def open_wandb(run: SinkContext) -> Sink | None:
+    """The sink of Weights & Biases; None if the service refuses."""
+    from titanlite.metrics.services import start_wandb
+
+    return start_wandb(run.folder, run.job)
+
+
 def open_console(
     total_steps: int, completed_steps: int, colour: bool, progress: bool | None
 ) -> Console:
     """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
     if sys.stderr.isatty() if progress is None else progress:
+        from titanlite.metrics.progress_bar import LiveConsole
+
         return LiveConsole(total_steps, completed_steps, colour)
     return Console(total_steps, colour=False)
 
@@ -74,12 +88,8 @@ SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
     # name of a sink -> its builder, which returns None where the sink is disabled or unavailable,
     # and raises ConfigError where its package is not installed; a new sink is one line here
     "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps, run.rollbacks),
-    "tensorboard": lambda run: (
-        TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
-        if run.config.enable_tensorboard
-        else None
-    ),
-    "wandb": lambda run: start_wandb(run.folder, run.job) if run.config.enable_wandb else None,
+    "tensorboard": lambda run: open_tensorboard(run) if run.config.enable_tensorboard else None,
+    "wandb": lambda run: open_wandb(run) if run.config.enable_wandb else None,
     "console": lambda run: open_console(
         run.total_steps, run.completed_steps, not run.config.disable_color_printing, run.progress
     ),

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from titanlite.metrics.gpu_peaks import peak_flops
 from titanlite.metrics.hardware import measure_matmul_flops, peak_memory_bytes
 
 Phase = Literal["step", "data", "pause"]
@@ -135,6 +134,8 @@ def build_meter(
     CPU each measure the share of it that they have during training.
     """
     if device.type == "cuda":
+        from titanlite.metrics.gpu_peaks import peak_flops
+
         peak = peak_flops(torch.cuda.get_device_name(device), dtype)
     else:
         peak = measure_matmul_flops(dtype, device)

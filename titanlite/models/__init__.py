@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from titanlite.models.config_json import HuggingFaceMapping
+from titanlite.models.decoder import TokenEmbedding
 from titanlite.models.deepseek_v3 import DEEPSEEK_V3
-from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.gpt2 import GPT2_FAMILY
 from titanlite.models.llama import LLAMA2, LLAMA3, Llama, Llama3Sizes
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens

@@ -18,8 +18,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import ConfigFormat, HuggingFaceMapping, StoredPart
-from titanlite.models.decoder import Decoder, tied_output
-from titanlite.models.embedding import PositionEmbedding
+from titanlite.models.decoder import Decoder, PositionEmbedding, tied_output
 from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 

@@ -6,7 +6,6 @@ from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import build_optimizer, recipe_of_parameter
 from titanlite.optim.checks import (
     check_optimizer_config,
-    check_optimizer_device,
     whole_matrix_optimizers,
 )
 from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
@@ -52,7 +51,6 @@ __all__ = [
     "build_rate_schedule",
     "check_lr_scheduler_config",
     "check_optimizer_config",
-    "check_optimizer_device",
     "check_schedule_end",
     "clip_gradients",
     "combine_norms",

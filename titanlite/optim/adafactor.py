@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.distributed.collectives import local_shard
-from titanlite.optim.conditional import ConditionalBase
+from titanlite.optim.conditional import ConditionalBase, sharded_zeros, write_if
 from titanlite.optim.mup import elementwise_update
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe
-from titanlite.optim.shards import sharded_zeros, write_if
 from titanlite.settings import Range
 
 SQUARE_EPS = 1e-30  # epsilon_1 of the paper, added to the squares of the gradient

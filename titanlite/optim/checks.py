@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.errors import ConfigError
-from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.config import OPTIMIZERS, OptimizerConfig
 from titanlite.optim.low_memory import UNQUANTIZED
 from titanlite.settings import format_value
@@ -146,16 +145,3 @@ def _check_moment_rates(section: _Section, param_dtype: str) -> Iterator[ConfigE
                 fix=f"Use at most {highest:g}, or {alternative}",
                 keys=(section.key_in_toml(key), source),
             )
-
-
-def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
-    """Reject an update that inductor cannot compile for this GPU. `gpu` None: a CPU."""
-    is_compiled = config.state_dtype == "float8" and config.implementation == "fused"
-    if is_compiled and gpu is not None and not gpu.compiles_float8:
-        yield ConfigError(
-            f'optimizer.state_dtype = "float8": torch {torch.__version__} compiles its update for'
-            f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
-            fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
-            ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
-            keys=("optimizer.state_dtype", "optimizer.implementation"),
-        )

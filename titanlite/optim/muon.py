@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.adam import AdamRuleKeys, StateDtype
-from titanlite.optim.conditional import OverlappingBase
+from titanlite.optim.conditional import OverlappingBase, sharded_zeros, write_if
 from titanlite.optim.mup import orthogonal_update
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe, one_moment
-from titanlite.optim.shards import sharded_zeros, write_if
 from titanlite.settings import Fraction
 
 # The polynomials a x + b x^3 + c x^5 of Polar Express (https://arxiv.org/abs/2505.16932), applied

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.adam import AdamRuleKeys
-from titanlite.optim.conditional import OverlappingBase
+from titanlite.optim.conditional import OverlappingBase, write_if
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
 from titanlite.optim.recipe import OptimizerRecipe
-from titanlite.optim.shards import write_if
 from titanlite.settings import Positive
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.models import OutputLayer, Vocabulary
-from titanlite.models.embedding import PositionEmbedding, look_up
+from titanlite.models.decoder import PositionEmbedding, look_up
 
 SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.distributed.error_report import exit_code_of
 from titanlite.errors import EXIT_DONE, CheckpointError
 from titanlite.runtime.lease import Lease, acquire_lease
-from titanlite.runtime.remote_lease import RemoteLease, acquire_remote_lease
 from titanlite.runtime.start_log import StartLog
 from titanlite.storage import StorageFolder
 from titanlite.threads import open_thread_pool
+
+if TYPE_CHECKING:
+    from titanlite.runtime.remote_lease import RemoteLease
 
 
 class RunFolderLock:
@@ -139,4 +142,6 @@ def _identify(folder: Path | StorageFolder) -> Path | str:
 def _acquire(folder: Path | str, key: str) -> Lease | RemoteLease:
     if isinstance(folder, Path):
         return acquire_lease(folder, key)
+    from titanlite.runtime.remote_lease import acquire_remote_lease
+
     return acquire_remote_lease(StorageFolder(folder), key)

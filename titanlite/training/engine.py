@@ -11,7 +11,6 @@ from titanlite.kernels.documents import SupportsDocuments
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
 from titanlite.training.batch import Batch, RankTokens
-from titanlite.training.pipeline_engine import PipelineEngine
 from titanlite.training.spmd_engine import SetPhase, SpmdEngine, ignore_phase
 
 
@@ -61,4 +60,6 @@ def build_engine(
     tokens = RankTokens(shard, document_end_id, index_documents)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
+    from titanlite.training.pipeline_engine import PipelineEngine
+
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)
