@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from titanlite.data import open_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
+from titanlite.data.open_tokenizer import tokenizer_from_bytes
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
 from titanlite_corpus.bpe import train_bpe, train_merges
@@ -377,4 +378,4 @@ def test_ranks_of_a_model_with_another_pattern_are_refused(count):
     tokens += [b"\xff" + number.to_bytes(3, "big") for number in range(count - 256)]
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
     with pytest.raises(DataError, match="another pattern than Llama 3"):
-        tokenizer_module.tokenizer_from_bytes(b"".join(lines), "tokenizer.model")
+        tokenizer_from_bytes(b"".join(lines), "tokenizer.model")
