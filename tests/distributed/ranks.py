@@ -32,7 +32,8 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torchao.float8",
     "titanlite.parallelize",
-    "titanlite.training",
+    "titanlite.job",
+    "tests.distributed.oracle",
     "titanlite.checkpoint",
 ]
 GRACE_SECONDS = 2  # wait after the first failure, to report the cause and not a consequence
