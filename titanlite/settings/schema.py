@@ -84,10 +84,11 @@ class KeyedSection:
 
     @classmethod
     def schema_for(cls, value: Any) -> type:
-        """The section with the further keys under `value`; without any, if it is no choice."""
+        """The section with the further keys under `value`; if it is no choice, of the default."""
         base: Any = _base_of(cls)
-        further = cls.choices().get(value) if isinstance(value, str) else None
-        return _extend(base, further) if further else base
+        choices = cls.choices()
+        is_choice = isinstance(value, str) and value in choices
+        return _extend(base, choices[value if is_choice else getattr(cls, cls.KEY)])
 
     @classmethod
     def of(cls, **keys: Any) -> Any:
