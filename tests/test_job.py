@@ -409,6 +409,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
         (["--model.converters", "mx"], 1, '"quantize.linear.float8" (formerly "float8")'),
+        (["--optimizer.offload", "true"], 1, "so the optimizer state is in host memory already"),
         (["--optimizer.name", "AdamX"], 1, 'Did you mean "Adam"?'),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),
     ],

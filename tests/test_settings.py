@@ -375,6 +375,7 @@ def test_a_key_of_another_value_is_refused_with_the_values_that_have_it():
     assert "must be at least 0" in draw(kind="circle", radius=-1)[1][0]
     assert "Did you mean shape.radius?" in draw(kind="circle", radus=1)[1][0]
     assert len(draw(kind="oval", side=2)[1]) == 1  # the kind: its keys are not known
+    assert len(draw(kind=["oval"], radius=2)[1]) == 1
 
 
 def test_help_shows_further_keys_with_their_value():

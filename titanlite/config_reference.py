@@ -119,7 +119,7 @@ def help_text(schema: type, name: str | None = None) -> Iterator[str]:
         if not shown:
             raise ConfigError(
                 f"--help {name}: there is no section [{name}].",
-                fix=f"Sections: {', '.join(section.name for section in sections)}.",
+                fix=f"Sections: {', '.join(dict.fromkeys(section.name for section in sections))}.",
             )
         sections = shown
     for section in sections:

@@ -14,13 +14,16 @@ from titanlite.models import FAMILIES
 from titanlite.optim import (
     OPTIMIZERS,
     LRSchedulerConfig,
+    MatrixFacts,
     OptimizerConfig,
     OptimizerRecipe,
     ParameterGroupConfig,
     build_optimizer,
     check_optimizer_config,
     clip_gradients,
+    recipe_of_parameter,
 )
+from titanlite.optim.low_memory import LowMemoryAdam
 from titanlite.optim.recipe import OptimizerKeys
 from titanlite.settings import build_dataclass
 
@@ -152,6 +155,16 @@ def test_a_group_with_another_optimizer_takes_the_keys_that_both_have():
     assert (lion.name, lion.beta1, lion.beta2) == ("Lion", 0.8, 0.98)
     assert lion.state_dtype == "float32" and not hasattr(lion, "eps")
     assert config.of_parameter("norm.weight").state_dtype == "8bit"
+
+
+def test_what_a_group_leaves_to_adamw_has_the_keys_of_the_section():
+    groups = [ParameterGroupConfig(match=["layers.*"], name="SOAP", beta2=0.9)]
+    config = OptimizerConfig.of(name="Adam", state_dtype="bfloat16", groups=groups)
+    llama = FAMILIES["llama3"]
+    facts = MatrixFacts(llama, llama.flavors["debugmodel"])
+    norm = recipe_of_parameter("layers.0.ffn_norm.weight", torch.Size([8]), config, facts)
+    assert norm.optimizer_class is LowMemoryAdam and norm.options["decoupled"]
+    assert norm.options["betas"] == (0.9, 0.9)
 
 
 @pytest.mark.parametrize(

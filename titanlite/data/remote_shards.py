@@ -88,6 +88,8 @@ class RemoteFiles(BatchedFiles):
 
     def read_all(self, requests: Sequence[FileRequest]) -> None:
         """`read` for several requests, at the same time."""
+        if not requests:
+            return
         ranges = [(path, offset, offset + len(out)) for path, _, offset, out in requests]
         try:
             contents = read_ranges(self._folder, ranges)

@@ -65,6 +65,13 @@ def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
             "requires a GPU, and this job runs on CPUs.",
             f'Use "auto", or {", ".join(CPU_KERNELS)}.',
         )
+    if config.optimizer.offload:
+        yield _cpu_error(
+            "optimizer.offload",
+            "true",
+            "this job runs on CPUs, so the optimizer state is in host memory already.",
+            'Remove optimizer.offload, or set job.device = "cuda".',
+        )
     if config.profiling.enable_memory_snapshot:
         yield _cpu_error(
             "profiling.enable_memory_snapshot",

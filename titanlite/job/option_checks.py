@@ -50,7 +50,9 @@ def check_model_options(
     yield from _check_groups(config, spec, sizes)
     if config.checkpoint.last_save_in_hf:
         yield from _check_export(spec, sizes)
-    if config.optimizer.muon_per_head and not spec.head_projections:
+    optimizers = [config.optimizer.replace(**g.overrides()) for g in config.optimizer.groups]
+    per_head = any(section.muon_per_head for section in [config.optimizer, *optimizers])
+    if per_head and not spec.head_projections:
         yield ConfigError(
             f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
             " list the layers that project to heads.",

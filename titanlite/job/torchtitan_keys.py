@@ -34,6 +34,8 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
         " [--job.check_ranks N]."
     ),
     "model.tokenizer_path": _IN_DATA,
+    "training.adaptive_clip_eps": "is gone: it is 0.001.",
+    "training.adaptive_clip_exclude": "is gone: the output layer is never clipped.",
     "data.cache_folder": _NOT_CACHED,
     "data.cache_gib": _NOT_CACHED,
     "data.follow_symlinks": "is not needed: symbolic links are followed.",
@@ -72,7 +74,10 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 }
 
 
-ALWAYS = {  # keys of torchtitan that have one value here
+ALWAYS: dict[str, Any] = {  # keys of torchtitan that have one value here, or decide nothing
+    "activation_checkpoint.determinism_check": "default",
+    "activation_checkpoint.early_stop": False,
+    "activation_checkpoint.preserve_rng_state": (False, True),  # models draw no random numbers
     "activation_checkpoint.visualize_memory_budget_pareto": False,
     "checkpoint.initial_load_in_hf_quantized": False,
     "comm.mode": "default",
@@ -82,9 +87,6 @@ ALWAYS = {  # keys of torchtitan that have one value here
     "parallelism.expert_parallel_comm_backend": "standard",
     "training.gc_debug": False,
     "training.mixed_precision_reduce": "float32",
-}
-NO_EFFECT = {  # keys of torchtitan that decide nothing here: the models draw no random numbers
-    "activation_checkpoint": ("preserve_rng_state", "determinism_check", "early_stop"),
 }
 
 
@@ -98,20 +100,26 @@ def complete_table(table: dict[str, Any]) -> list[ConfigError]:
 
 
 def _remove_constants(table: dict[str, Any]) -> Iterator[ConfigError]:
-    """Remove the keys of `ALWAYS` and `NO_EFFECT`; an error for each other value."""
-    sections = {name: value for name, value in table.items() if isinstance(value, dict)}
-    for section, names in NO_EFFECT.items():
-        for name in names:
-            sections.get(section, {}).pop(name, None)
+    """Remove the keys of `ALWAYS`; an error for each other value."""
     for key, constant in ALWAYS.items():
         section, name = key.split(".")
-        given = _text_or_value(sections.get(section, {}).pop(name, constant))
-        if str(given).lower() != str(constant).lower():
+        keys = table.get(section)
+        if not isinstance(keys, dict) or name not in keys:
+            continue
+        given, values = keys.pop(name), constant if isinstance(constant, tuple) else (constant,)
+        if not any(_is_value(given, value) for value in values):
             yield ConfigError(
                 f"{key} = {format_value(given)}: is not available in this version.",
-                fix=f"Use {format_value(constant)}, or remove it.",
+                fix=f"Use {format_value(values[0])}, or remove it.",
                 keys=(key,),
             )
+
+
+def _is_value(given: Any, value: Any) -> bool:
+    """Whether a value of a TOML, or a text of the command line, is `value`."""
+    if isinstance(given, CommandLineText):
+        return given.text == (value if isinstance(value, str) else str(value).lower())
+    return type(given) is type(value) and given == value
 
 
 def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:

@@ -48,7 +48,7 @@ def build_optimizer(
         optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        groups = _parameter_groups(parameters, config, recipe, facts, schedule, widths or {})
+        groups = _parameter_groups(parameters, config, facts, schedule, widths or {})
         optimizers.append(optimizer_class(groups, **recipe.options))
     return OptimizerSet(optimizers, config.lr, schedule)
 
@@ -73,13 +73,12 @@ def recipe_of_parameter(
     is_named = group is not None and group.name is not None
     if facts.is_hidden(name, shape) or (is_named and len(shape) == 2):
         return recipe
-    return section.replace(name="AdamW").recipe
+    return config.of_parameter(name, "AdamW").recipe
 
 
 def _parameter_groups(
     parameters: Iterable[_NamedParameter],
     config: OptimizerConfig,
-    recipe: OptimizerRecipe,
     facts: MatrixFacts | None,
     schedule: RateSchedule,
     widths: Mapping[str, WidthScale],
@@ -88,6 +87,7 @@ def _parameter_groups(
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, group = config.of_parameter(name), config.group_of(name)
+        recipe = recipe_of_parameter(name, parameter.shape, config, facts)
         lr_factor, weight_decay = group.lr_factor if group else 1.0, section.weight_decay
         if name in widths:
             assert recipe.mup_rule is not None, (

@@ -14,7 +14,7 @@ from titanlite.optim.lr_schedule import LR_DECAYS, weight_decay_types
 from titanlite.optim.muon import MuonKeys
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe, matches_any
 from titanlite.optim.soap import SOAPKeys
-from titanlite.settings import Fraction, KeyedSection, NotNegative, OneOf, Range
+from titanlite.settings import Fraction, KeyedSection, NotNegative, OneOf, Positive, Range
 
 OPTIMIZERS: dict[str, type[OptimizerKeys]] = {
     # values of optimizer.name; a new optimizer is one line here
@@ -54,6 +54,9 @@ class ParameterGroupConfig:
     beta2_decay: Annotated[float, Range(-1, -0.1)] | None = None  # as optimizer.beta2_decay
     clip_threshold: Annotated[float, Range(0.01)] | None = None  # as optimizer.clip_threshold
     scale_parameter: bool | None = None  # as optimizer.scale_parameter
+    precondition_frequency: Positive | None = None  # as optimizer.precondition_frequency
+    muon_momentum: Fraction | None = None  # as optimizer.muon_momentum
+    muon_per_head: bool | None = None  # as optimizer.muon_per_head
     warmup_steps: NotNegative | None = None  # as lr_scheduler.warmup_steps
     warmup_tokens: NotNegative | None = None  # as lr_scheduler.warmup_tokens
     decay_ratio: Fraction | None = None  # as lr_scheduler.decay_ratio
@@ -133,9 +136,9 @@ class OptimizerConfig(KeyedSection):
         """The group of a parameter, by its name."""
         return next((group for group in self.groups if group.matches(name)), None)
 
-    def of_parameter(self, name: str) -> OptimizerConfig:
-        """The settings of one parameter, by its name."""
+    def of_parameter(self, name: str, optimizer: str | None = None) -> OptimizerConfig:
+        """The settings of one parameter, by its name; `optimizer`: as if this were its own."""
         group = self.group_of(name)
         weight_decay = 0.0 if matches_any(name, self.no_decay) else self.weight_decay
-        overrides = group.overrides() if group else {}
-        return self.replace(**{"weight_decay": weight_decay, **overrides})
+        keys = {"weight_decay": weight_decay, **(group.overrides() if group else {})}
+        return self.replace(**{**keys, **({"name": optimizer} if optimizer else {})})

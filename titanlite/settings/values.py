@@ -114,13 +114,13 @@ class DataclassBuilder:
             yield self._unknown_key(key, given, prefix, type_hints(section))
             return
         value, chooser = _chosen(section, table), f"{prefix}{section.KEY}"
-        if value not in choices:  # which is the problem that users see
+        if not isinstance(value, str) or value not in choices:  # the problem that users see
             return
         yield ConfigError(
             f'{key} = {format_value(given)}: is not a key of {chooser} = "{value}".',
             fix=f"Remove it; this {section.KEY} has {', '.join(type_hints(choices[value]))}."
             f" Those with {name}: {', '.join(having)}.",
-            keys=(key, chooser),
+            keys=(key,),
         )
 
     def _refuse(self, key: str, given: Any, refusal: ValueRefused) -> None:
