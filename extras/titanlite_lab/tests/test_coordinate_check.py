@@ -27,8 +27,10 @@ def check(*arguments: str, **options) -> CoordinateCheck:
 
 def use_rule(monkeypatch, rule) -> None:
     """Give AdamW another rule for muP."""
-    adamw = OPTIMIZERS["AdamW"]
-    monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda config: replace(adamw(config), mup_rule=rule))
+    adamw, build = OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW"].build_recipe
+    monkeypatch.setattr(
+        adamw, "build_recipe", lambda self, lr: replace(build(self, lr), mup_rule=rule)
+    )
 
 
 @pytest.mark.parametrize(
