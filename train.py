@@ -51,7 +51,8 @@ def run_job(job: Job, began: float, report: ErrorReport) -> int:
             logger.info("already stopped in this launch; start the same command again to resume")
             return EXIT_STOPPED
         with open_run(job, services) as run:
-            code = EXIT_STOPPED if train(run) else EXIT_DONE
+            stopped = train(run)
+        code = EXIT_STOPPED if stopped else EXIT_DONE
         services.folder_lock.release(code)
     return code
 

@@ -15,6 +15,8 @@ from titanlite.job import read, read_job
 from titanlite.job.start import check_compute_dtypes
 from titanlite.metrics import cpu_has_bf16_units
 
+CHECK_GPUS = ["--job.check=true", "--job.check_ranks=2"]
+
 
 @pytest.mark.parametrize(
     ("flags", "has_units"),
@@ -38,7 +40,8 @@ def test_bf16_units_are_found_by_the_flags_of_the_cpu(tmp_path, flags, has_units
     [
         ([], True, "bfloat16"),
         ([], False, "float32"),
-        (["--job.check_ranks", "2"], False, "bfloat16"),  # of another machine, with GPUs
+        ([*CHECK_GPUS, "--job.device", "auto"], False, "bfloat16"),  # of another machine
+        ([*CHECK_GPUS, "--job.device", "cpu"], False, "float32"),
         (["--training.mixed_precision_param", "bfloat16"], False, "bfloat16"),
     ],
 )

@@ -691,6 +691,10 @@ def test_no_moved_key_is_a_current_key():
     assert not set(MOVED) & set(all_keys(JobConfig))
 
 
+def test_ranks_to_check_without_a_check_are_refused(run_toml):
+    assert "Remove it, or set job.check = true" in error_text(run_toml, "--job.check_ranks=8")
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
 )
@@ -702,7 +706,7 @@ def test_every_shipped_toml_passes_all_checks(path, corpus):
         "qwen3_30b_a3b": 32,
         "deepseek_v3_v3-671b": 2048,
     }.get(path.stem, 2)
-    argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
+    argv = ["--job.config_file", str(path), "--job.check=true", f"--job.check_ranks={ranks}"]
     argv += ["--data.tokenizer", "bytes"]
     if path.stem == "gpt2_characters":  # fewer token ids than bytes have
         argv += ["--model.vocab_size", "258"]
@@ -739,7 +743,8 @@ def test_float8_can_be_enabled_with_the_converters_key_of_torchtitan(run_toml, c
 
 def test_float8_is_checked_for_the_target_machine(run_toml):
     """The size rules of real Float8 GEMMs apply, although this CPU could emulate other sizes."""
-    argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
+    argv = [*TENSORWISE, "--job.check=true", "--job.check_ranks=2"]
+    argv += ["--parallelism.tensor_parallel_degree", "2"]
     text = error_text(run_toml, *argv)
     assert "no Float8 matmuls" not in text and "8x32" in text
     filtered = [*argv, f"{FLOAT8}filter_fqns", "attention"]

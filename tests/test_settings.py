@@ -46,6 +46,7 @@ class TrainSection:
     rate: Annotated[float, Range(0, 1, also=(-1,))] = 0.5
     mode: Literal["fast", "exact"] = "exact"  # kind of computation
     limit: int | None = None
+    kind: Literal["a", "b"] | None = None
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     degree: Annotated[int, Supported((1,), "Splitting")] = 1
@@ -98,6 +99,7 @@ def problems_of(**train) -> list[str]:
         ("mode", "EXACT", 'Did you mean "exact"'),
         ("mode", True, "must be"),
         ("limit", "x", "must be an integer or none"),
+        ("kind", "x", 'must be "a" | "b" or none'),
         ("names", "a", "must be a list"),
         ("names", ["a", 1], "entry 1 (1)"),
         ("sources", [{"name": "a", "weigth": 1}], "Did you mean weight"),
@@ -182,6 +184,8 @@ def test_the_command_line_overrides_the_file(tmp_path):
         (["--train.names", "[" * 100_000], "written as in TOML"),
         (["--train.steps", "three"], "must be an integer"),
         (["--nonsense", "1"], "unknown key"),
+        (["--train.on.x", "1", "--train.on", "true"], "one key has a value and keys"),
+        (["--train.on", "true", "--train.on.x", "1"], "one key has a value and keys"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_reported(argv, message):

@@ -24,12 +24,16 @@ class UserError(Exception):
         super().__init__(message)
         self.message = message
         self.fix = fix
-        self.keys = keys  # settings that the error is about; checks skip keys already refused
         self.on_all_ranks = False  # raised on every rank, so one of them prints it
         self.printed = False
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()
+
+    @property
+    def keys(self) -> set[str]:
+        """The settings that the error names, as `section.key`."""
+        return set(re.findall(r"\b[a-z]\w*(?:\.[a-z_]\w*)+", str(self)))
 
     def mark_on_all_ranks(self) -> UserError:
         """Record that every rank raises this error; returns the error."""
@@ -89,8 +93,8 @@ class RankLostError(Exception):
 
 def error_to_dict(error: UserError) -> dict[str, Any]:
     """An error as a JSON object, to be sent to other ranks."""
-    data: dict[str, Any] = {"kind": type(error).__name__, "message": error.message}
-    data |= {"fix": error.fix, "keys": list(error.keys)}
+    kind = type(error).__name__
+    data: dict[str, Any] = {"kind": kind, "message": error.message, "fix": error.fix}
     if isinstance(error, UserErrors):
         data["problems"] = [error_to_dict(problem) for problem in error.problems]
     return data
@@ -103,7 +107,7 @@ def error_from_dict(data: dict[str, Any]) -> UserError:
     classes = {known.__name__: known for known in _with_subclasses(UserError)}
     error_class = classes.get(data["kind"], UserError)
     error = error_class.__new__(error_class)  # a subclass may have a constructor of its own
-    UserError.__init__(error, data["message"], data["fix"], tuple(data["keys"]))
+    UserError.__init__(error, data["message"], data["fix"])
     return error
 
 

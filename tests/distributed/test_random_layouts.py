@@ -217,9 +217,10 @@ def test_valid_random_layouts_are_as_precise_as_one_process(selection, run_toml)
 def test_invalid_random_layouts_are_rejected_with_a_reason(selection, run_toml):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for job in select_jobs(False, selection, run_toml):
-        ranks, start = f"--job.check_ranks={job.layout.degrees.ranks}", time.time()
+        check = ["--job.check=true", f"--job.check_ranks={job.layout.degrees.ranks}"]
+        start = time.time()
         result = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *job.argv(run_toml), ranks],
+            [sys.executable, str(ROOT / "train.py"), *job.argv(run_toml), *check],
             capture_output=True,
             text=True,
             env=environment,

@@ -39,7 +39,7 @@ def test_a_toml_of_torchtitan_needs_a_data_override_only(corpus, path):
         with pytest.raises(ConfigError, match=re.escape(way)):
             read_on_8_ranks(path, corpus)
         return
-    job = read_on_8_ranks(path, corpus, "--job.check_ranks", "8")  # of GPUs
+    job = read_on_8_ranks(path, corpus, "--job.check", "true", "--job.check_ranks", "8")  # of GPUs
     assert job.config.data.tokenizer == "bytes"  # not that of model.hf_assets_path
     converters = job.config.model.converters
     assert bool(job.config.float8.recipe_name) == bool(converters)  # "float8" in 405B

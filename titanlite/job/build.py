@@ -102,7 +102,7 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
             job.config.checkpoint.timeout_seconds,
             comm.flight_recorder(job.folder),
         ) as watchdog,
-        lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
+        lock_run_folders(job.folder, job.shared_folders, lambda: counters.step) as lock,
         report.printing_errors(),  # before the lock and the watchdog end, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
@@ -336,7 +336,6 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
                 f"job.dump_folder = {job.folder}: cannot write {error.filename or 'to it'}:"
                 f" {error.strerror or error}.",
                 fix="Free space there or allow writing, or use another job.dump_folder.",
-                keys=("job.dump_folder",),
             ) from error
         return sinks
 

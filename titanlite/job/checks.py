@@ -1,4 +1,4 @@
-"""Checks of a whole configuration, without its data and device; `read.check_job` calls them."""
+"""Checks of a whole configuration, without its data and device, and the plans that they make."""
 
 from __future__ import annotations
 
@@ -54,19 +54,17 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
         config.activation_checkpoint, config.compile.compiles("model")
     )
     yield from check_checkpoint_config(config.checkpoint)
-    for name in set(config.checkpoint.allow_changes) - set(JOB_PROPERTIES):
+    for name in sorted(set(config.checkpoint.allow_changes) - set(JOB_PROPERTIES)):
         yield ConfigError(
             f'checkpoint.allow_changes: "{name}" is not a property that checkpoints are checked'
             " against.",
             fix=f"Use {', '.join(JOB_PROPERTIES)}.",
-            keys=("checkpoint.allow_changes",),
         )
     if config.job.time_limit_minutes and not config.checkpoint.enable:
         yield ConfigError(
             f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: checkpoint.enable ="
             " false, so nothing would be saved when the time limit is reached.",
             fix="Set checkpoint.enable = true, or remove job.time_limit_minutes.",
-            keys=("job.time_limit_minutes",),
         )
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
@@ -100,7 +98,6 @@ def _check_positions(sizes: ModelSizes, seq_len: int, key: str) -> Iterator[Conf
         yield ConfigError(
             f"{key} = {seq_len}: the model has learned positions for {positions} tokens.",
             fix=f"Set {key} = {positions} or less, or a larger model.positions.",
-            keys=(key, "model.positions"),
         )
 
 
@@ -113,7 +110,6 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
             f'{params} = "{config.training.dtype}" with {compute} = "float16": float16 compute'
             " requires float32 parameters.",
             fix=f'Set {params} = "float32", or {compute} = "bfloat16".',
-            keys=(params, compute),
         )
 
 

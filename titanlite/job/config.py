@@ -38,7 +38,7 @@ class JobSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
     check: bool = False  # run all checks, then exit without building anything
     check_ranks: Positive | None = None
-    # under check: number of ranks to assume, which need not exist; default: the launched ranks
+    # with job.check: number of ranks to assume, which need not exist; none: the launched ranks
     time_limit_minutes: Annotated[float, Range(0)] = 0.0
     # save a checkpoint and exit before this many minutes have passed; 0: no limit
     max_crashes: NotNegative = 5
@@ -98,7 +98,7 @@ _MATHEMATICS = (
     *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed"),
 )
 _NO_MATHEMATICS = (
-    *("local_batch_size", "enable_cpu_offload", "gc_freq"),
+    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
     *("optimizer.implementation", "model.print_after_conversion"),
 )
 
@@ -106,16 +106,15 @@ _NO_MATHEMATICS = (
 def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tuple[Any, Any]]:
     """{key: (saved value, current value)} of the changed settings that decide what a run computes.
 
-    `saved`: the configuration in a checkpoint. What it lacks, such as a newer key, is not compared.
+    A run that resumes logs them. `saved`: the configuration in a checkpoint, from JSON, which has
+    lists where the current one may have tuples; a key that it lacks is not compared.
     """
     changes = {}
-    flat_saved, flat_current = (
-        _flatten_settings(json.loads(json.dumps(job)))
-        for job in (saved, dataclasses.asdict(current))
-    )
+    flat_saved = _flatten_settings(saved)
+    flat_current = _flatten_settings(json.loads(json.dumps(dataclasses.asdict(current))))
     for key in sorted(flat_saved.keys() & flat_current.keys()):
         decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
-        if decides and flat_saved[key] != flat_current[key] and not key.endswith(_NO_MATHEMATICS):
+        if decides and flat_saved[key] != flat_current[key] and key not in _NO_MATHEMATICS:
             changes[key] = (flat_saved[key], flat_current[key])
     return changes
 

@@ -103,7 +103,6 @@ def check_stream_length(stream: SampleStream, batches: BatchSchedule, steps: int
         f"training.steps = {steps}: the run needs {needed:,} samples, but all sources of a phase"
         f" have reached max_epochs after {stream.length:,}.",
         fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
-        keys=("training.steps", "data.sources"),
     )
 
 

@@ -23,6 +23,12 @@ def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[U
 
     `sizes`: of the model; None: not known, because of other problems.
     """
+    if config.job.check_ranks and not config.job.check:
+        yield ConfigError(
+            f"job.check_ranks = {config.job.check_ranks}: a run uses the ranks that torchrun"
+            " starts.",
+            fix="Remove it, or set job.check = true, which only checks the job.",
+        )
     yield from _check_device(config)
     yield from check_compiler(config.compile, config.compiles_optimizer, device_type(config))
     yield from _check_data(config, sizes)
@@ -52,38 +58,30 @@ def _check_gpu_options(config: JobConfig, gpu: Gpu | None) -> Iterator[ConfigErr
 def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
     """Reject options that need a GPU."""
     if config.parallelism.enable_async_tensor_parallel:
-        yield _cpu_error(
-            "parallelism.enable_async_tensor_parallel",
-            "true",
-            "requires GPUs with peer-to-peer memory access, and this job runs on CPUs.",
-            "Remove parallelism.enable_async_tensor_parallel.",
+        yield ConfigError(
+            "parallelism.enable_async_tensor_parallel = true: requires GPUs with peer-to-peer"
+            " memory access, and this job runs on CPUs.",
+            fix="Remove parallelism.enable_async_tensor_parallel.",
         )
     if config.attention.backend not in ("auto", *CPU_KERNELS):
-        yield _cpu_error(
-            "attention.backend",
-            f'"{config.attention.backend}"',
-            "requires a GPU, and this job runs on CPUs.",
-            f'Use "auto", or {", ".join(CPU_KERNELS)}.',
+        yield ConfigError(
+            f'attention.backend = "{config.attention.backend}": requires a GPU, and this job runs'
+            " on CPUs.",
+            fix=f'Use "auto", or {", ".join(CPU_KERNELS)}.',
         )
     if config.optimizer.offload:
-        yield _cpu_error(
-            "optimizer.offload",
-            "true",
-            "this job runs on CPUs, so the optimizer state is in host memory already.",
-            'Remove optimizer.offload, or set job.device = "cuda".',
+        yield ConfigError(
+            "optimizer.offload = true: this job runs on CPUs, so the optimizer state is in host"
+            " memory already.",
+            fix='Remove optimizer.offload, or set job.device = "cuda".',
         )
     if config.profiling.enable_memory_snapshot:
-        yield _cpu_error(
-            "profiling.enable_memory_snapshot",
-            "true",
-            "torch records the allocations of GPUs only, and this job runs on CPUs.",
-            "Remove profiling.enable_memory_snapshot; peak_memory_gib in metrics.jsonl is the peak"
-            " of the whole process.",
+        yield ConfigError(
+            "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
+            " and this job runs on CPUs.",
+            fix="Remove profiling.enable_memory_snapshot; peak_memory_gib in metrics.jsonl is the"
+            " peak of the whole process.",
         )
-
-
-def _cpu_error(key: str, value: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError(f"{key} = {value}: {reason}", fix=fix, keys=(key,))
 
 
 def device_type(config: JobConfig) -> str:
@@ -99,20 +97,17 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
             "data.sources: is empty: there is nothing to train on.",
             fix='Write sources = [{ name = "text", path = "corpus/train" }] in [data];'
             " scripts/prepare_data.py makes such a folder.",
-            keys=("data.sources",),
         )
     if config.validation.enable and not config.data.validation:
         yield ConfigError(
             "validation.enable = true: data.validation is empty.",
             fix='Write validation = [{ name = "text", path = "corpus/validation" }] in [data].',
-            keys=("validation.enable", "data.validation"),
         )
     names = [source.name for source in config.data.validation]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield ConfigError(
             f"data.validation: several sets have the name {', '.join(repeated)}.",
             fix="Give each set its own name: it labels the set's metrics.",
-            keys=("data.validation",),
         )
     tokenizer, vocab_size = None, sizes.vocab_size if sizes else 2**31
     try:
@@ -124,7 +119,6 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
             f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"
             " data.tokenizer.",
             fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
-            keys=("model.vocab_size", "data.tokenizer"),
         )
         vocab_size = tokenizer.vocab_size  # so that the corpora do not report it again
     bos: dict[str, bool] = {}  # whether documents begin with BOS, by the name of the corpus
@@ -145,7 +139,7 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
     try:
         check_bos(bos)
     except UserError as error:
-        yield ConfigError(error.message, fix=error.fix, keys=("data.sources", "data.validation"))
+        yield error
 
 
 def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
@@ -157,11 +151,10 @@ def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[Co
                 f" id {tokenizer.eos_id}, so its document boundaries are unknown.",
                 fix="Prepare the corpus with this id after every document (Megatron-LM:"
                 ' --append-eod), or set attention.mask = "causal".',
-                keys=("attention.mask", key),
             )
 
 
 def _with_key(key: str, error: UserError) -> Iterator[ConfigError]:
     """The problems of an error, each preceded by the key that it belongs to."""
     for problem in error.problems if isinstance(error, UserErrors) else [error]:
-        yield ConfigError(f"{key}: {problem.message}", fix=problem.fix, keys=(key,))
+        yield ConfigError(f"{key}: {problem.message}", fix=problem.fix)

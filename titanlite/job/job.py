@@ -163,8 +163,8 @@ class Job:
         return checkpoint_folder(self.folder, self.config.checkpoint)
 
     @property
-    def other_folders(self) -> dict[str, StorageFolder]:
-        """Folders that another job may write to as well, by their keys.
+    def shared_folders(self) -> dict[str, StorageFolder]:
+        """Folders to which another job may write as well, by their keys.
 
         These are the folders outside job.dump_folder, and the checkpoint folder wherever it is.
         """
@@ -216,8 +216,7 @@ class Job:
             "optimizer": str(config.optimizer),
             "schedule": str(self.rate_schedule),
             "guard": str(config.guard),
-            "precision": f"compute {compute}{emulated},"
-            " reduce fp32,"
+            "precision": f"compute {compute}{emulated}, reduce fp32,"
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",
             "compile": str(config.compile) if config.compile.enable else "",

@@ -57,7 +57,6 @@ def check_model_options(
             f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
             " list the layers that project to heads.",
             fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
-            keys=("optimizer.muon_per_head", "model.name"),
         )
     if spec.experts(sizes) is not None:
         yield from _check_expert_optimizers(config)
@@ -82,7 +81,6 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
             f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
             " back to.",
             fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
-            keys=(key, f"checkpoint.{name}"),
         )
         return
     # The last try goes back to `longest_steps` before the first trouble. Its own trouble may come
@@ -96,7 +94,6 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
             f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
             fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
             " or use a smaller guard.rollback_steps or guard.rollback_tries.",
-            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
         )
 
 
@@ -140,7 +137,6 @@ def _check_quantisation_blocks(
                 f" {block}.",
                 fix="Use other degrees, such as a smaller parallelism.tensor_parallel_degree, or"
                 ' optimizer.state_dtype = "bfloat16".',
-                keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
 
@@ -155,7 +151,6 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
             f'mup.base with model.initialization = "{config.model.initialization}": torchtitan has'
             " no muP.",
             fix="Remove one of the two.",
-            keys=("mup.base", "model.initialization"),
         )
     optimizer = config.optimizer
     groups = (optimizer.replace(**group.overrides()) for group in optimizer.groups)
@@ -172,7 +167,6 @@ def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
             "optimizer.name = SOAP: keeps the statistics of single matrices, and the experts of a"
             " block are a stack of them.",
             fix="Use Muon, which orthogonalizes each expert, or AdamW.",
-            keys=("optimizer.name", "optimizer.groups"),
         )
 
 
@@ -184,14 +178,12 @@ def check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Config
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
             " optimizer state in host memory, with the parameters and gradients.",
             fix="Disable one of the two.",
-            keys=("optimizer.offload", "training.enable_cpu_offload"),
         )
     if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
         yield ConfigError(
             f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"
             " the CPU.",
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
-            keys=("training.enable_cpu_offload", "optimizer.name"),
         )
     if config.optimizer.early_step_in_backward:
         yield from _check_early_step(config, degrees)
@@ -201,51 +193,51 @@ def check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Config
 def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject settings that do not fit an update of each parameter during backward."""
     training, in_backward = config.training, "optimizer.early_step_in_backward"
-    if training.clip_norm:
-        yield ConfigError(
-            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
-            " the whole gradient, which is known only after backward.",
-            fix='Set training.clipping = "none", or training.max_norm = 0.',
-            keys=(in_backward, "training.max_norm"),
-        )
-    if training.clipping == "adaptive":
-        yield ConfigError(
-            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
-            " gradients have been applied and freed.",
-            fix='Set training.clipping = "none".',
-            keys=(in_backward, "training.clipping"),
-        )
-    if degrees.pipeline > 1:
-        yield ConfigError(
-            f"{in_backward} = true: parallelism.pipeline_parallel_degree = {degrees.pipeline}:"
-            " pipeline stages reuse each weight for later micro-batches.",
-            fix=f"Set {in_backward} = false, or parallelism.pipeline_parallel_degree = 1.",
-            keys=(in_backward, "parallelism.pipeline_parallel_degree"),
-        )
-    if training.mixed_precision_param == "float16":
-        yield ConfigError(
-            f'{in_backward} = true: training.mixed_precision_param = "float16" skips steps whose'
-            " gradient overflows, which is known only after backward.",
-            fix='Use mixed_precision_param = "bfloat16".',
-            keys=(in_backward, "training.mixed_precision_param"),
-        )
-    if training.enable_cpu_offload:
-        yield ConfigError(
-            f"{in_backward} = true: training.enable_cpu_offload = true stores gradients in host"
-            " memory, so an early step would save no device memory.",
-            fix="Disable one of the two.",
-            keys=(in_backward, "training.enable_cpu_offload"),
-        )
-    rank_batch = config.training.sequences_per_step(degrees.data) // degrees.data
+    rank_batch = training.sequences_per_step(degrees.data) // degrees.data
     microbatches = rank_batch // training.local_batch_size
-    if microbatches > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
-        yield ConfigError(
-            f"{in_backward} = true: gradients accumulate over {microbatches} micro-batches, but"
-            " this would update the parameters after each of them.",
-            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
+    reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
+    conflicts = (
+        (
+            training.clip_norm,
+            f"training.max_norm = {training.max_norm:g} clips by the norm of the whole gradient,"
+            " which is known only after backward.",
+            'Set training.clipping = "none", or training.max_norm = 0.',
+        ),
+        (
+            training.clipping == "adaptive",
+            'training.clipping = "adaptive" clips after backward, when the gradients have been'
+            " applied and freed.",
+            'Set training.clipping = "none".',
+        ),
+        (
+            degrees.pipeline > 1,
+            f"parallelism.pipeline_parallel_degree = {degrees.pipeline}: pipeline stages reuse"
+            " each weight for later micro-batches.",
+            f"Set {in_backward} = false, or parallelism.pipeline_parallel_degree = 1.",
+        ),
+        (
+            training.mixed_precision_param == "float16",
+            'training.mixed_precision_param = "float16" skips steps whose gradient overflows,'
+            " which is known only after backward.",
+            'Use mixed_precision_param = "bfloat16".',
+        ),
+        (
+            training.enable_cpu_offload,
+            "training.enable_cpu_offload = true stores gradients in host memory, so an early step"
+            " would save no device memory.",
+            "Disable one of the two.",
+        ),
+        (
+            microbatches > 1 and reduces_each,
+            f"gradients accumulate over {microbatches} micro-batches, but this would update the"
+            " parameters after each of them.",
+            'Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
-            keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
-        )
+        ),
+    )
+    for applies, reason, fix in conflicts:
+        if applies:
+            yield ConfigError(f"{in_backward} = true: {reason}", fix=fix)
 
 
 def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
@@ -256,14 +248,12 @@ def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigEr
             f"{key} = {freq}: computes the gradient of half the batch first, and"
             " optimizer.early_step_in_backward = true would apply it.",
             fix="Disable one of the two.",
-            keys=(key, "optimizer.early_step_in_backward"),
         )
     if freq and config.training.sequences_per_step(degrees.data) == 1:
         yield ConfigError(
             f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
             " global batch is 1 sequence.",
             fix="Use a larger training.global_batch_size.",
-            keys=(key, "training.global_batch_size", "training.local_batch_size"),
         )
 
 
@@ -279,7 +269,6 @@ def check_group_patterns(
                 yield ConfigError(
                     f'{key} = "{pattern}": matches no parameter of the model.',
                     fix=_similar_names(pattern, names),
-                    keys=("optimizer.groups",),
                 )
         matched = {name for name in names if group.matches(name)}
         if matched and not matched & left:
@@ -287,7 +276,6 @@ def check_group_patterns(
                 f"{key} = {format_value(group.match)}: every parameter that matches is in an"
                 " earlier group, and the first group that matches applies.",
                 fix="Move this group up, or leave it out.",
-                keys=("optimizer.groups",),
             )
         left -= matched
 
@@ -312,10 +300,7 @@ def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     try:
         spec.hugging_face.to_config(sizes, 0)
     except CheckpointError as error:
-        yield ConfigError(
-            f"checkpoint.last_save_in_hf = true: {error.message}",
-            keys=("checkpoint.last_save_in_hf",),
-        )
+        yield ConfigError(f"checkpoint.last_save_in_hf = true: {error.message}")
 
 
 def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
@@ -327,5 +312,4 @@ def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator
             f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
             fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
             ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
-            keys=("optimizer.state_dtype", "optimizer.implementation"),
         )

@@ -22,11 +22,11 @@ from titanlite.settings import load_config, raise_together
 def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
     """Replace "auto" in training.mixed_precision_param by the dtype for the device of the job.
 
-    `elsewhere`: the job is for another machine, which has GPUs.
+    `elsewhere`: the job is for another machine, which has GPUs unless job.device is "cpu".
     """
     if config.training.mixed_precision_param != "auto":
         return config
-    on_cpu = not elsewhere and device_type(config) == "cpu"
+    on_cpu = config.job.device == "cpu" or (not elsewhere and device_type(config) == "cpu")
     dtype: Any = "float32" if on_cpu and not cpu_has_bf16_units() else "bfloat16"
     training = dataclasses.replace(config.training, mixed_precision_param=dtype)
     return dataclasses.replace(config, training=training)
@@ -35,7 +35,7 @@ def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
 def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
     """Read the job of a command line and check it for `world_size` ranks; raises all problems.
 
-    Unless it is to run `here`, the data and the device need not exist; it cannot be run then.
+    `here`: the job is to run on this machine, so its data and its device must exist.
     """
     config, refused = load_config(JobConfig, argv, MOVED, complete_table)
     elsewhere = bool(config.job.check_ranks) or not here

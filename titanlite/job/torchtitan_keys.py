@@ -18,27 +18,13 @@ _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], val
 _PREFETCHED = "is not needed: data is always prefetched, and checkpoints store its position."
 _CUSTOM = "is not supported: a job runs only the code of this repository."
 
-_NOT_CACHED = (
-    "is gone: shards by URL are read when samples need them; copy a folder that you read often to a"
-    " local disk."
-)
-_WATCHED = (
-    "is gone: evaluate the checkpoints of a run while it trains with python -m titanlite_lab"
-    " evaluate --watch RUN."
-)
-
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
-    "evaluation": _WATCHED,
+    "evaluation": "is now a command: python -m titanlite_lab evaluate --watch RUN.",
     "job.dry_run": (
         "is now a command: python -m titanlite_planner dry-run --job.config_file RUN.toml"
         " [--job.check_ranks N]."
     ),
     "model.tokenizer_path": _IN_DATA,
-    "training.adaptive_clip_eps": "is gone: it is 0.001.",
-    "training.adaptive_clip_exclude": "is gone: the output layer is never clipped.",
-    "data.cache_folder": _NOT_CACHED,
-    "data.cache_gib": _NOT_CACHED,
-    "data.follow_symlinks": "is not needed: symbolic links are followed.",
     "training.dataset_path": _IN_DATA,
     "training.dataloader": _PREFETCHED,
     "training.batch_size": "is now training.local_batch_size.",
@@ -111,7 +97,6 @@ def _remove_constants(table: dict[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{key} = {format_value(given)}: is not available in this version.",
                 fix=f"Use {format_value(values[0])}, or remove it.",
-                keys=(key,),
             )
 
 
@@ -169,7 +154,6 @@ def _replace_datasets(sections: dict[str, Any], data: dict[str, Any]) -> Iterato
             fix=f"Set {' and '.join(replaced)}, such as --data.sources"
             ' \'[{ name = "c4", path = "corpus/train" }]\'; docs/reference/torchtitan.md has a'
             " recipe for c4.",
-            keys=(*named, *replaced, "validation.enable"),
         )
 
 
@@ -184,13 +168,13 @@ def _resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
     given = model.pop("from")
     path, name = _text_or_value(given), _text_or_value(model.get("name"))
     if not isinstance(path, str):
-        return [ConfigError(f"model.from = {format_value(given)}: must be a string.", keys=_FROM)]
+        return [ConfigError(f"model.from = {format_value(given)}: must be a string.")]
     try:
         spec, sizes = read_model_config(StorageFolder(path), name if name in FAMILIES else None)
     except CheckpointError as error:
         fix = error.fix or "Give a folder with a config.json of a supported architecture."
         fix += " A run that has started does not need it: config.toml in its folder has the sizes."
-        return [ConfigError(f'model.from = "{path}": {error.message}', fix=fix, keys=_FROM)]
+        return [ConfigError(f'model.from = "{path}": {error.message}', fix=fix)]
     values = dataclasses.asdict(sizes)
     if not values.get("head_dim"):  # dim / n_heads
         values.pop("head_dim", None)

@@ -1,6 +1,6 @@
 """TOML files and command-line overrides become frozen dataclasses; all problems are reported.
 
-A section is a frozen dataclass; the comment beside a field is its documentation, which
+A section is a frozen dataclass; the comment beside or below a field is its documentation, which
 `config_reference.py` reads. `Range` bounds a number, `OneOf` names the keys of a dictionary, and
 `Supported` lists the implemented values.
 """

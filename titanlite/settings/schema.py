@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -74,9 +75,9 @@ class KeyedSection:
     """
 
     KEY: ClassVar[str]
+    # What a further key that is not set means, for users; such a key is None. If UNSET is None, it
+    # has the default of its field.
     UNSET: ClassVar[str | None] = None
-    # what a further key that is not set means, for users: the key is None; without it, the key has
-    # the default of its field
 
     @classmethod
     def choices(cls) -> Mapping[str, type]:
@@ -150,6 +151,11 @@ def resolve_names(hint: Any) -> Any:
     return hint
 
 
+def _plural(described: str) -> str:
+    """ "an integer of at least 1" as "integers of at least 1"; other texts unchanged."""
+    return re.sub(r"^an? (\w+)", r"\1s", described)
+
+
 def describe_type(hint: Any) -> str:
     """A type as text for users: "an integer of at least 1"."""
     hint = resolve_names(hint)
@@ -163,11 +169,9 @@ def describe_type(hint: Any) -> str:
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)
     if origin is list:
-        item = describe_type(arguments[0])
-        plural = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
-        return f"a list of {plural.get(item, item)}"
+        return f"a list of {_plural(describe_type(arguments[0]))}"
     if origin is dict:
-        return f"a table of {describe_type(arguments[1]).split(maxsplit=1)[-1]}s by name"
+        return f"a table of {_plural(describe_type(arguments[1]))} by name"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(type_hints(typing.cast(type, hint))) + "}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}

@@ -86,7 +86,9 @@ class TomlFiles:
         try:
             return parse_toml(content.decode())
         except ValueError as error:
-            raise ConfigError(f"{given}: not valid TOML: {error}.") from None
+            raise ConfigError(
+                f"{given}: not valid TOML: {error}.", fix="Correct this place of the file."
+            ) from None
 
 
 def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +134,8 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
         elif not _insert_override(table, key, text):
             problems.append(
                 ConfigError(
-                    f"command line: --{key}: another option already gives a value to its section.",
+                    f"command line: --{key}: with another option, one key has a value and keys of"
+                    " its own.",
                     fix="Remove one of the two options.",
                 )
             )
@@ -149,11 +152,13 @@ def _is_utf8(text: str) -> bool:
 
 
 def _insert_override(table: dict[str, Any], key: str, text: str) -> bool:
-    """Insert a value under a dotted key; False if a part of the key already has a value."""
+    """Insert a value under a dotted key; False if it is a section, or a part of it has a value."""
     *sections, name = key.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):  # --a 1 --a.b 2
             return False
+    if isinstance(table.get(name), dict):  # --a.b 2 --a 1
+        return False
     table[name] = CommandLineText(text)
     return True

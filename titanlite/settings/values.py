@@ -65,12 +65,10 @@ class DataclassBuilder:
         self,
         schema: type,
         moved: Mapping[str, str],
-        key_list: str = "--help",
-        is_entry: bool = False,
+        key_list: str | None,  # None: a table inside of a value, whose keys are in no list
     ):
-        self._key_list, self._is_entry = key_list, is_entry
         self.problems: list[ConfigError] = []
-        self._moved, self._known_keys = moved, all_keys(schema)
+        self._moved, self._key_list, self._known_keys = moved, key_list, all_keys(schema)
 
     def build(self, schema: type, table: dict[str, Any], prefix: str = "") -> Any:
         """Build one section; `prefix` is its name with a dot, or ""."""
@@ -80,7 +78,7 @@ class DataclassBuilder:
         for name, given in table.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self.problems += self._find_key(prefix, name, schema, table)
+                self.problems += self._explain_unexpected_key(prefix, name, schema, table)
                 continue
             hint = hints[name]
             if dataclasses.is_dataclass(hint):
@@ -98,12 +96,12 @@ class DataclassBuilder:
             if required and field.name not in table:
                 key = f"{prefix}{field.name}"
                 text = f"{key}: is missing, and has no default."
-                self.problems.append(ConfigError(text, keys=(key,)))
+                self.problems.append(ConfigError(text))
             if required and field.name not in values:
                 values[field.name] = None
         return schema(**values)
 
-    def _find_key(
+    def _explain_unexpected_key(
         self, prefix: str, name: str, section: type, table: dict[str, Any]
     ) -> Iterator[ConfigError]:
         """The error for a key that a section does not have, or only under another `KEY`."""
@@ -120,12 +118,11 @@ class DataclassBuilder:
             f'{key} = {format_value(given)}: is not a key of {chooser} = "{value}".',
             fix=f"Remove it; this {section.KEY} has {', '.join(type_hints(choices[value]))}."
             f" Those with {name}: {', '.join(having)}.",
-            keys=(key,),
         )
 
     def _refuse(self, key: str, given: Any, refusal: ValueRefused) -> None:
         texts = _describe_refusal(key, f"{key} = {format_value(given)}", refusal)
-        self.problems += [ConfigError(text, keys=(key,)) for text in texts]
+        self.problems += [ConfigError(text) for text in texts]
 
     def _unknown_key(
         self, key: str, given: Any, prefix: str, hints: Mapping[str, Any]
@@ -134,7 +131,7 @@ class DataclassBuilder:
         for old_name in (key, key.partition(".")[0]):
             if old_name in self._moved:
                 written = f"[{key}]" if is_section else f"{key} = {format_value(given)}"
-                return ConfigError(f"{written}: {self._moved[old_name]}", keys=(key,))
+                return ConfigError(f"{written}: {self._moved[old_name]}")
         name, known = key[len(prefix) :], self._known_keys
         similar = [k for k in known if k.rpartition(".")[2] == name][:1]  # in another section
         similar = similar or [prefix + m for m in difflib.get_close_matches(name, hints, 1, 0.6)]
@@ -148,10 +145,10 @@ class DataclassBuilder:
             problem = f"{key} = {format_value(given)}: unknown key."
             otherwise = f"See {self._key_list} for every key."
         fix = f"Did you mean {similar[0]}?" if similar else otherwise
-        if self._is_entry:  # a table inside of a value: `key_list` does not show its keys
+        if self._key_list is None:
             fix = f"{fix} " if similar else ""
             fix += f"Allowed keys: {', '.join(hints)}."
-        return ConfigError(problem, fix=fix, keys=(key,))
+        return ConfigError(problem, fix=fix)
 
 
 def _chosen(section: type[KeyedSection], table: dict[str, Any]) -> Any:
@@ -183,11 +180,11 @@ def convert(given: Any, hint: Any, declared: Any = None) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(given, arguments, declared)
     if origin is Literal:
-        return _convert_literal(given, arguments, hint)
+        return _convert_literal(given, arguments, declared)
     if origin is list:
-        return _convert_list(given, hint, arguments[0])
+        return _convert_list(given, arguments[0], declared)
     if origin is dict:
-        return _convert_dict(given, hint, arguments[1])
+        return _convert_dict(given, arguments[1], declared)
     if dataclasses.is_dataclass(hint):
         return _convert_table(given, typing.cast(type, hint))
     return _convert_scalar(given, hint, declared)
@@ -231,21 +228,21 @@ def _convert_union(given: Any, members: tuple[Any, ...], declared: Any) -> Any:
     raise ValueRefused(f"must be {describe_type(declared)}.")
 
 
-def _convert_literal(given: Any, allowed: tuple[Any, ...], hint: Any) -> Any:
+def _convert_literal(given: Any, allowed: tuple[Any, ...], declared: Any) -> Any:
     value = given.text if isinstance(given, CommandLineText) else given
     if value in allowed and not isinstance(value, bool):
         return value
     by_lower_case = {str(choice).lower(): choice for choice in allowed}
     similar = difflib.get_close_matches(str(value).lower(), by_lower_case, 1)
     suggestion = f' Did you mean "{by_lower_case[similar[0]]}"?' if similar else ""
-    raise ValueRefused(f"must be {describe_type(hint)}.{suggestion}")
+    raise ValueRefused(f"must be {describe_type(declared)}.{suggestion}")
 
 
-def _convert_list(given: Any, hint: Any, item_hint: Any) -> list[Any]:
+def _convert_list(given: Any, item_hint: Any, declared: Any) -> list[Any]:
     if isinstance(given, CommandLineText):
-        given = _parse_list(given.text.strip(), hint)
+        given = _parse_list(given.text.strip(), declared)
     if not isinstance(given, list):
-        raise ValueRefused(f"must be {describe_type(hint)}.")
+        raise ValueRefused(f"must be {describe_type(declared)}.")
     values: list[Any] = []
     problems: list[str] = []
     for index, item in enumerate(given):
@@ -259,20 +256,20 @@ def _convert_list(given: Any, hint: Any, item_hint: Any) -> list[Any]:
     return values
 
 
-def _parse_list(text: str, hint: Any) -> Any:
+def _parse_list(text: str, declared: Any) -> Any:
     """A list from the command line: TOML in brackets, or separated by commas."""
     if not text.startswith("["):
         return [CommandLineText(item.strip()) for item in text.split(",") if item.strip()]
     try:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
-        raise ValueRefused(f"must be {describe_type(hint)}, written as in TOML.") from None
+        raise ValueRefused(f"must be {describe_type(declared)}, written as in TOML.") from None
 
 
-def _convert_dict(given: Any, hint: Any, item_hint: Any) -> dict[str, Any]:
+def _convert_dict(given: Any, item_hint: Any, declared: Any) -> dict[str, Any]:
     """A table with any keys, such as the names of sources."""
     if not isinstance(given, dict):
-        raise ValueRefused(f"must be {describe_type(hint)}.")
+        raise ValueRefused(f"must be {describe_type(declared)}.")
     values: dict[str, Any] = {}
     problems: list[str] = []
     for key, item in given.items():
@@ -289,7 +286,7 @@ def _convert_dict(given: Any, hint: Any, item_hint: Any) -> dict[str, Any]:
 def _convert_table(given: Any, schema: type) -> Any:
     if not isinstance(given, dict):
         raise ValueRefused(f"must be a table with {', '.join(type_hints(schema))}.")
-    builder = DataclassBuilder(schema, {}, is_entry=True)
+    builder = DataclassBuilder(schema, {}, key_list=None)
     value = builder.build(schema, given)
     if builder.problems:
         raise EntriesRefused([str(problem) for problem in builder.problems])

@@ -49,7 +49,6 @@ def _linear_stages(
             f"{BATCH_KEY} = {final} must be more than the start {start} by a multiple of the"
             f" increment {increment}.",
             f"Use another start or increment, or another {BATCH_KEY}.",
-            BATCH_KEY,
         )
     count = rise // increment
     if not count <= min(length, MAX_INCREMENTS):
@@ -72,7 +71,7 @@ def _table_stages(ramp: str, final: int) -> list[BatchStage]:
         raise refused_ramp(ramp, reason, _FORMS)
     if (last := stages[-1].sequences) != final:
         reason = f"ends at {last} sequences, but {BATCH_KEY} = {final} is the size after the ramp."
-        raise refused_ramp(ramp, reason, f"Set {BATCH_KEY} = {last}.", BATCH_KEY)
+        raise refused_ramp(ramp, reason, f"Set {BATCH_KEY} = {last}.")
     return stages
 
 
@@ -86,7 +85,5 @@ def _parse_tokens(text: str, ramp: str) -> int:
     return int(amount)
 
 
-def refused_ramp(ramp: str, reason: str, fix: str, *keys: str) -> ConfigError:
-    return ConfigError(
-        f"{RAMP_KEY} = {format_value(ramp)}: {reason}", fix=fix, keys=(RAMP_KEY, *keys)
-    )
+def refused_ramp(ramp: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(f"{RAMP_KEY} = {format_value(ramp)}: {reason}", fix=fix)

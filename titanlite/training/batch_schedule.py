@@ -65,7 +65,6 @@ def build_batch_schedule(training: TrainingConfig, global_batch: int) -> BatchSc
             training.batch_size_ramp,
             f"{BATCH_KEY} = -1 depends on the layout.",
             f"Set {BATCH_KEY} to the size after the ramp.",
-            BATCH_KEY,
         )
     stages = parse_batch_ramp(training.batch_size_ramp, global_batch)
     return BatchSchedule(tuple(stages), training.seq_len)
@@ -85,14 +84,13 @@ def check_batch_size(training: TrainingConfig, data_ranks: int) -> Iterator[Conf
             return
         schedule = constant_batch(training.global_batch_size, training.seq_len)
     misfits = [stage.sequences for stage in schedule.stages if stage.sequences % unit]
-    reason = f"local_batch_size {local} x {data_ranks} data-parallel ranks = {unit}."
+    reason = f"training.local_batch_size {local} x {data_ranks} data-parallel ranks = {unit}."
     if training.global_batch_size in misfits:
         size = misfits.pop()
         nearest = " or ".join(str(n) for n in (size - size % unit, size + -size % unit) if n)
         yield ConfigError(
             f"{BATCH_KEY} = {size}: is not a multiple of {reason}",
             fix=f"Use {nearest}, or another local_batch_size.",
-            keys=(BATCH_KEY, "training.local_batch_size"),
         )
     if misfits:
         sizes = ", ".join(map(str, misfits[:10])) + (", …" if len(misfits) > 10 else "")
@@ -100,5 +98,4 @@ def check_batch_size(training: TrainingConfig, data_ranks: int) -> Iterator[Conf
             training.batch_size_ramp or "",
             f"its sizes {sizes} are not multiples of {reason}",
             f"Use multiples of {unit}, or another local_batch_size.",
-            "training.local_batch_size",
         )

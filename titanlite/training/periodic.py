@@ -55,7 +55,7 @@ class PeriodicAction:
 
     name: str  # the phase that the watchdog reports while the action runs
     is_due: Callable[[StepInfo], bool]
-    run: Callable[[StepInfo], None]
+    run: Callable[[StepInfo], object]
     needs_accepted: bool = False
     needs_finite: bool = False  # includes `needs_accepted`
     start_again: Callable[[int], None] = lambda step: None
@@ -227,9 +227,8 @@ def save_checkpoints(
 
 def collect_garbage(freq: int) -> PeriodicAction:
     """Collect garbage every `freq` steps on all ranks together, so that none stalls the others."""
-    return PeriodicAction(
-        "gc", lambda info: info.step % freq == 0, lambda info: _collect_young_objects()
-    )
+    # Not a full collection, which takes longer: old objects rarely become garbage.
+    return PeriodicAction("gc", lambda info: info.step % freq == 0, lambda info: gc.collect(1))
 
 
 def after_first_step(run: Callable[[], None]) -> PeriodicAction:
@@ -253,10 +252,6 @@ def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: Me
         return
     fields |= {"problem": result.problem, "failures": checkpointer.failures}
     sinks.event(result.step, "checkpoint_failed", **fields)
-
-
-def _collect_young_objects() -> None:
-    gc.collect(1)  # a full collection takes longer, and old objects rarely become garbage
 
 
 def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> dict[str, Any]:
