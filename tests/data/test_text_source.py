@@ -14,12 +14,12 @@ import torch
 from titanlite.data import (
     MixtureConfig,
     SourceConfig,
+    lanes,
     merge_positions,
     open_sample_stream,
     open_tokenizer,
     open_validation,
     text_source,
-    text_units,
     validation_set,
 )
 from titanlite.data.lanes import DocumentNode, TextUnit, assign_units_to_lanes, divide_files
@@ -35,7 +35,7 @@ SEQ_LEN, LANES, END = 16, 3, BYTES.eos_id
 @pytest.fixture
 def texts(tmp_path, monkeypatch) -> Path:
     """Files of different kinds with 300 documents of 1 to 80 bytes, in units of about 400 bytes."""
-    monkeypatch.setattr(text_units, "_MIN_UNIT_BYTES", 400)
+    monkeypatch.setattr(lanes, "_MIN_UNIT_BYTES", 400)
     random = np.random.default_rng(0)
     documents = [f"{n:03}" + "x" * int(random.integers(0, 78)) for n in range(300)]
     folder = tmp_path / "texts"
