@@ -42,7 +42,7 @@ for argument in "$@"; do
   shift
   if [ "$argument" = --quick ]; then set -- "$@" "${QUICK[@]}"; else set -- "$@" "$argument"; fi
 done
-# Two workers, because many tests wait for other processes. The tests of a file share
+# Three workers, because many tests wait for other processes. The tests of a file share
 # fixtures, so one worker runs them all. Files start in the order of collection: the last ones are
 # small. One thread per process: the tests start several ranks, and more threads than cores are slower.
-OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"
+OMP_NUM_THREADS=1 exec python -m pytest -n 3 --dist loadscope --no-loadscope-reorder "$@"
