@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.metrics.profiler import CudaAllocationRecorder, MemorySnapshots
+from titanlite.metrics.profiler import MemorySnapshots
 from titanlite.optim import OptimizerConfig, OptimizerInBackward, OptimizerSet, build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -75,9 +75,7 @@ def test_the_compiled_update_matches_the_eager_update(dtype):
 
 
 def test_a_snapshot_contains_the_allocated_blocks(tmp_path):
-    with MemorySnapshots(
-        CudaAllocationRecorder(), tmp_path, 0, completed_steps=0, every=1
-    ) as snapshots:
+    with MemorySnapshots(tmp_path, 0, completed_steps=0, every=1) as snapshots:
         tensor = torch.ones(1 << 20, device="cuda")
         snapshots.step()
     path = tmp_path / "iteration_1" / "rank0_memory_snapshot.pickle"

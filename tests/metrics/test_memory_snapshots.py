@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from titanlite.metrics.profiler import MemorySnapshots
 
 
-class FakeRecorder:
+@pytest.fixture(autouse=True)
+def fake_recorder(monkeypatch):
     """Writes text instead of allocations."""
-
-    def start(self) -> None:
-        pass
-
-    def write(self, path) -> None:
-        path.write_text("written")
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda max_entries: None)
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("written"))
 
 
 def written(folder) -> list[str]:
@@ -23,9 +23,7 @@ def written(folder) -> list[str]:
 
 
 def test_snapshots_are_written_periodically_and_on_request(tmp_path):
-    with MemorySnapshots(
-        FakeRecorder(), tmp_path / "memory", 3, completed_steps=4, every=4
-    ) as snapshots:
+    with MemorySnapshots(tmp_path / "memory", 3, completed_steps=4, every=4) as snapshots:
         for step in range(5, 11):
             if step == 6:
                 (tmp_path / "memory" / "dump_now").touch()
@@ -37,7 +35,7 @@ def test_snapshots_are_written_periodically_and_on_request(tmp_path):
 def test_running_out_of_memory_writes_a_snapshot(error, count, tmp_path):
     with (
         pytest.raises(error),
-        MemorySnapshots(FakeRecorder(), tmp_path, 3, completed_steps=4, every=4),
+        MemorySnapshots(tmp_path, 3, completed_steps=4, every=4),
     ):
         raise error("as it happens")
     assert written(tmp_path) == ["iteration_5_exit"] * count

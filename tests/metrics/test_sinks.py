@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.metrics import (
     SINKS,
@@ -375,13 +374,11 @@ def test_tensorboard_shows_no_step_twice_after_a_roll_back(tmp_path):
     assert shown["rollback/from_step"] == [(10, 31.0)]
 
 
-def test_a_missing_wandb_is_refused_with_the_install_command(tmp_path, monkeypatch):
+def test_a_missing_wandb_is_refused_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     (problem,) = check_metrics_config(MetricsConfig(enable_wandb=True))
-    with pytest.raises(ConfigError) as refused:
-        open_in(tmp_path, enable_wandb=True)
     message = "metrics.enable_wandb = true, but wandb is not installed."
-    assert str(refused.value) == str(problem) == f"{message} pip install 'titanlite[wandb]'"
+    assert str(problem) == f"{message} pip install 'titanlite[wandb]'"
 
 
 def test_a_folder_called_wandb_is_not_mistaken_for_the_package(tmp_path, monkeypatch):
@@ -389,8 +386,6 @@ def test_a_folder_called_wandb_is_not_mistaken_for_the_package(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     assert list(check_metrics_config(MetricsConfig(enable_wandb=True)))
-    with pytest.raises(ConfigError):
-        open_in(tmp_path, enable_wandb=True)
 
 
 def install_wandb(monkeypatch, log=lambda values, step: None, **functions) -> None:

@@ -31,17 +31,14 @@ class MetricsConfig:
 
 def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
     """Reject optional packages that are enabled but not installed."""
-    if config.enable_tensorboard and not _is_installed("tensorboard"):
-        yield missing_package(
-            "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
-        )
-    if config.enable_wandb and not _is_installed("wandb"):
-        yield missing_package("metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'")
-
-
-def missing_package(key: str, package: str, command: str) -> ConfigError:
-    """The error for an optional package that a setting needs."""
-    return ConfigError(f"{key} = true, but {package} is not installed.", fix=command, keys=(key,))
+    for package, is_enabled, command in (
+        ("tensorboard", config.enable_tensorboard, "pip install tensorboard"),
+        ("wandb", config.enable_wandb, "pip install 'titanlite[wandb]'"),
+    ):
+        if is_enabled and not _is_installed(package):
+            key = f"metrics.enable_{package}"
+            problem = f"{key} = true, but {package} is not installed."
+            yield ConfigError(problem, fix=command, keys=(key,))
 
 
 def _is_installed(package: str) -> bool:

@@ -31,9 +31,8 @@ class ProfilingConfig:
     enable_memory_snapshot: bool = False
     # write the GPU's allocation history every profile_freq steps, on running out of memory, and
     # after a step if the file `dump_now` in save_memory_snapshot_folder was touched
-    save_memory_snapshot_folder: str = (
-        "memory_snapshot"  # folder of the snapshots, under job.dump_folder
-    )
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    # folder of the snapshots, under job.dump_folder
 
 
 def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
@@ -45,29 +44,10 @@ def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
             f" profiler_warmup = {config.profiler_warmup} and profiler_active ="
             f" {config.profiler_active} steps.",
             fix=f"Use {needed} or more, or fewer warmup or active steps.",
-            keys=(
-                "profiling.profile_freq",
-                "profiling.profiler_warmup",
-                "profiling.profiler_active",
+            keys=tuple(
+                f"profiling.{key}" for key in ("profile_freq", "profiler_warmup", "profiler_active")
             ),
         )
-
-
-class AllocationRecorder(Protocol):
-    """Records allocations and writes them to a file."""
-
-    def start(self) -> None: ...
-    def write(self, path: Path) -> None: ...
-
-
-class CudaAllocationRecorder:
-    """torch's recorder; its functions are documented, but private (torch 2.11 to 2.15)."""
-
-    def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
-
-    def write(self, path: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(path))
 
 
 class MemorySnapshots:
@@ -75,23 +55,17 @@ class MemorySnapshots:
 
     It also writes one on running out of memory, to iteration_N_exit, and after a step if the file
     FOLDER/dump_now was touched. Each rank checks the file itself, without communication.
+    torch's functions for it are documented, but private (torch 2.11 to 2.15).
     """
 
-    def __init__(
-        self,
-        recorder: AllocationRecorder,
-        folder: Path,
-        rank: int,
-        completed_steps: int,
-        every: int,
-    ):
-        self.recorder, self.folder, self.rank, self.every = recorder, folder, rank, every
+    def __init__(self, folder: Path, rank: int, completed_steps: int, every: int):
+        self.folder, self.rank, self.every = folder, rank, every
         self.steps = completed_steps  # of the run, not only since this start
         self.requested_at = self._request_time()
 
     def __enter__(self) -> MemorySnapshots:
         self.folder.mkdir(parents=True, exist_ok=True)  # so that dump_now can be touched
-        self.recorder.start()
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -116,21 +90,11 @@ class MemorySnapshots:
         path = self.folder / name / f"rank{self.rank}_memory_snapshot.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.recorder.write(path)
+            torch.cuda.memory._dump_snapshot(str(path))
         except OSError as error:  # a full disk must not end the run, or hide the original error
             logger.warning("memory snapshot not written: %s", error)
         else:
             logger.info("memory snapshot written: %s", path)
-
-
-def build_memory_snapshots(
-    config: ProfilingConfig, folder: Path, rank: int, completed_steps: int
-) -> MemorySnapshots:
-    """The snapshots that [profiling] enables, of a CUDA device."""
-    folder = folder / config.save_memory_snapshot_folder
-    return MemorySnapshots(
-        CudaAllocationRecorder(), folder, rank, completed_steps, config.profile_freq
-    )
 
 
 class Profiler(Protocol):
@@ -150,7 +114,10 @@ def build_profilers(
     """
     profilers: dict[str, Profiler] = {}
     if config.enable_memory_snapshot:
-        profilers["memory snapshot"] = build_memory_snapshots(config, folder, rank, completed_steps)
+        snapshots = folder / config.save_memory_snapshot_folder
+        profilers["memory snapshot"] = MemorySnapshots(
+            snapshots, rank, completed_steps, config.profile_freq
+        )
     if config.enable_profiling:
         profilers["trace"] = _trace_profiler(config, folder, rank, completed_steps)
     return profilers
@@ -165,9 +132,8 @@ def _trace_profiler(
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
 
     def write(profiler: profile) -> None:
-        path = (
-            traces / f"iteration_{completed_steps + profiler.step_num}" / f"rank{rank}_trace.json"
-        )
+        step = completed_steps + profiler.step_num
+        path = traces / f"iteration_{step}" / f"rank{rank}_trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         logger.info("trace written: %s", path)

@@ -8,9 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.metrics.config import missing_package
 from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 _GROUPS = {  # of keys of step records; a prefix groups the charts. The others are in train/
@@ -31,12 +29,8 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, completed_steps: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing_package(
-                "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._open_writer = partial(SummaryWriter, str(folder))
         self._open(completed_steps)
 
@@ -67,13 +61,9 @@ class WandbSink:
     """The same scalars, sent to W&B; WANDB_PROJECT, WANDB_RUN_ID, WANDB_MODE … apply."""
 
     def __init__(self, folder: Path, job: dict[str, Any]):
-        try:
-            # The name is imported because a folder called wandb would import as a module, too.
-            from wandb import init  # type: ignore[import-not-found]  # an optional package
-        except ImportError as error:
-            raise missing_package(
-                "metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'"
-            ) from error
+        # The name is imported because a folder called wandb would import as a module, too.
+        from wandb import init  # type: ignore[import-not-found]  # an optional package
+
         self.run = init(
             project=os.environ.get("WANDB_PROJECT", "titanlite"),
             name=os.environ.get("WANDB_NAME", folder.resolve().name),
@@ -107,8 +97,6 @@ def start_wandb(folder: Path, job: dict[str, Any]) -> WandbSink | None:
     """A W&B run; None, and a logged error, where the service refuses or cannot be reached."""
     try:
         return WandbSink(folder, job)
-    except ConfigError:  # the package is not installed
-        raise
     except Exception as error:
         logger.error("Weights & Biases could not be started and gets no records: %r", error)
         return None

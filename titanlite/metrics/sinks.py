@@ -59,40 +59,41 @@ class SinkContext:
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
-def open_tensorboard(run: SinkContext) -> Sink:
-    """The sink of TensorBoard's files."""
+def open_tensorboard(run: SinkContext) -> Sink | None:
+    """The sink of TensorBoard's files; None if it is disabled."""
+    if not run.config.enable_tensorboard:
+        return None
     from titanlite.metrics.services import TensorBoardSink
 
     return TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
 
 
 def open_wandb(run: SinkContext) -> Sink | None:
-    """The sink of Weights & Biases; None if the service refuses."""
+    """The sink of Weights & Biases; None if it is disabled, or if the service refuses."""
+    if not run.config.enable_wandb:
+        return None
     from titanlite.metrics.services import start_wandb
 
     return start_wandb(run.folder, run.job)
 
 
-def open_console(
-    total_steps: int, completed_steps: int, colour: bool, progress: bool | None
-) -> Console:
-    """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
-    if sys.stderr.isatty() if progress is None else progress:
+def open_console(run: SinkContext) -> Console:
+    """Lines only, or lines above a progress bar."""
+    if sys.stderr.isatty() if run.progress is None else run.progress:
         from titanlite.metrics.progress_bar import LiveConsole
 
-        return LiveConsole(total_steps, completed_steps, colour)
-    return Console(total_steps, colour=False)
+        colour = not run.config.disable_color_printing
+        return LiveConsole(run.total_steps, run.completed_steps, colour)
+    return Console(run.total_steps, colour=False)
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
-    # name of a sink -> its builder, which returns None where the sink is disabled or unavailable,
-    # and raises ConfigError where its package is not installed; a new sink is one line here
+    # name of a sink -> its builder, which returns None where the sink is disabled or unavailable; a
+    # new sink is one line here
     "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps, run.rollbacks),
-    "tensorboard": lambda run: open_tensorboard(run) if run.config.enable_tensorboard else None,
-    "wandb": lambda run: open_wandb(run) if run.config.enable_wandb else None,
-    "console": lambda run: open_console(
-        run.total_steps, run.completed_steps, not run.config.disable_color_printing, run.progress
-    ),
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "console": open_console,
 }
 
 
@@ -211,8 +212,7 @@ def open_sinks(
     `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
     are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back before it
     came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a
-    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
-    installed, OSError where `folder` cannot be written.
+    progress bar; None: on a terminal. Raises OSError where `folder` cannot be written.
     """
     context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -57,7 +57,7 @@ class ThroughputMeter:
         self.peak_flops = peak_flops
         self.devices = devices
         self.device = device
-        self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._clock: Any = _StreamClock() if device.type == "cuda" else _HostClock()
         self._timers: list[PhaseTimer] = []
         self._reset("pause")  # until the first batch is requested
 
@@ -144,14 +144,9 @@ def build_meter(
     )
 
 
-class _Clock(Protocol):
+class _HostClock:
     """Takes timestamps, and computes the seconds between two of them."""
 
-    def now(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-
-
-class _HostClock:
     def now(self) -> float:
         return time.perf_counter()
 
@@ -160,7 +155,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Timestamps taken by the device when its stream reaches them, not by the host."""
+    """The same for timestamps that the device takes when its stream reaches them."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
