@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,17 +27,6 @@ class ConditionalOptimizer(Protocol):
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract `steps` rejected calls of `step_if` from step counters in host memory."""
-
-
-@runtime_checkable
-class OverlappingOptimizer(Protocol):
-    """An optimizer that communicates; other optimizers can compute meanwhile."""
-
-    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """Start a step, and its communication; the returned function completes it.
-
-        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
-        """
 
 
 class ConditionalBase(torch.optim.Optimizer):
@@ -65,30 +54,6 @@ class ConditionalBase(torch.optim.Optimizer):
     @abstractmethod
     def update(self, accept: Tensor | None) -> None:
         """Take a step, unless `accept` [] is false; None: always."""
-
-
-class OverlappingBase(ConditionalBase):
-    """An `OverlappingOptimizer` whose step has parts; subclasses implement `begin_parts`."""
-
-    def update(self, accept: Tensor | None) -> None:
-        """See `ConditionalBase.update`."""
-        self.begin_step(accept)()
-
-    @torch.no_grad()
-    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """See `OverlappingOptimizer.begin_step`."""
-        completions = self.begin_parts(accept)
-
-        @torch.no_grad()
-        def complete() -> None:
-            for completion in completions:
-                completion()
-
-        return complete
-
-    @abstractmethod
-    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
-        """Start all parts of a step; the returned functions complete them, in this order."""
 
 
 def write_if(target: Tensor, value: Tensor, accept: Tensor | None) -> None:

@@ -7,19 +7,18 @@ weights and their updates stay sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.adam import AdamRuleKeys, StateDtype
-from titanlite.optim.conditional import OverlappingBase, sharded_zeros, write_if
+from titanlite.optim.conditional import sharded_zeros, write_if
 from titanlite.optim.mup import orthogonal_update
-from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
+from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe, one_moment
 from titanlite.settings import Fraction
 
@@ -114,7 +113,7 @@ def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
     return 2 * shape.numel()
 
 
-class Muon(OverlappingBase):
+class Muon(WholeMatrixOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon/) with Nesterov momentum.
 
     Its updates have the size of AdamW's, so it uses AdamW's learning rate and weight decay
@@ -133,103 +132,52 @@ class Muon(OverlappingBase):
     ):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": 0.0}
         super().__init__(groups, {**defaults, HEAD_ROWS: 0, COMPUTE_DTYPE: torch.float32})
-        self._owned: list[_OwnedParameters] = []
-        by_kind: dict[tuple, list[_MuonParameter]] = {}
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                zeros = sharded_zeros(parameter, state_dtype or parameter.dtype)
-                self.state[parameter] = {MOMENTUM: zeros}
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                member = _MuonParameter(parameter, number, group[HEAD_ROWS])
-                by_kind.setdefault((mesh, _matmul_dtype(parameter, group)), []).append(member)
-        for (_, dtype), members in by_kind.items():
-            matrices = OwnedMatrices([m.parameter for m in members], [m.flops for m in members])
-            self._owned.append(_OwnedParameters(members, matrices, dtype))
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            zeros = sharded_zeros(parameter, state_dtype or parameter.dtype)
+            self.state[parameter] = {MOMENTUM: zeros}
 
-    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
-        """See `OverlappingBase.begin_parts`."""
-        return [self._begin(owned, accept) for owned in self._owned]
+    def exchange_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """bfloat16, as published, on a GPU that computes the model in it, otherwise float32.
 
-    def _begin(self, owned: _OwnedParameters, accept: Tensor | None) -> Callable[[], None]:
-        members, dtype = owned.members, owned.dtype
-        indices = [i for i, member in enumerate(members) if member.parameter.grad is not None]
-        update = WholeMatrixUpdate(
-            read_shard=lambda i: self._update_momentum(members[i], accept).to(dtype),
-            compute=lambda i, matrix: members[i].orthogonalize(matrix),
-            write_shard=lambda i, direction: self._update_weight(members[i], direction, accept),
-            dtype=dtype,
-        )
-        return owned.matrices.begin(indices, update)
+        Rounded to bfloat16, the small differences of two layouts' gradients grow. So a float32 run,
+        whose layouts should agree to rounding, uses float32 here too. CPUs are faster in float32.
+        """
+        compute_dtype = self.group_of(parameter)[COMPUTE_DTYPE]
+        in_bfloat16 = parameter.is_cuda and compute_dtype == torch.bfloat16
+        return torch.bfloat16 if in_bfloat16 else torch.float32
 
-    def _update_momentum(self, member: _MuonParameter, accept: Tensor | None) -> Tensor:
+    def flops(self, parameter: nn.Parameter) -> float:
+        """FLOPs of one update."""
+        shape = self._block_shape(parameter)
+        return parameter.numel() // math.prod(shape) * orthogonalization_flops(*shape)
+
+    def read_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor:
         """Update this rank's shard of the momentum; returns its shard of Nesterov's momentum."""
-        parameter, decay = member.parameter, self.param_groups[member.group]["momentum"]
         assert parameter.grad is not None
-        grad, stored = local_shard(parameter.grad).float(), self._momentum_of(parameter)
+        grad, decay = local_shard(parameter.grad).float(), self.group_of(parameter)["momentum"]
+        stored = local_shard(self.state[parameter][MOMENTUM])
         momentum = torch.lerp(stored.float(), grad, 1 - decay)
         write_if(stored, momentum, accept)
-        return torch.lerp(grad, momentum, decay)
+        return torch.lerp(grad, momentum, decay).to(self.exchange_dtype(parameter))
 
-    def _momentum_of(self, parameter: nn.Parameter) -> Tensor:
-        return local_shard(self.state[parameter][MOMENTUM])
-
-    def _update_weight(
-        self, member: _MuonParameter, direction: Tensor, accept: Tensor | None
-    ) -> None:
-        group, weight = self.param_groups[member.group], local_shard(member.parameter)
-        lr, weight_decay = group["lr"], group["weight_decay"]
-        decayed = weight.float() * (1 - lr * weight_decay)
-        updated = torch.add(decayed, direction, alpha=-lr * member.scale)
-        write_if(weight, updated, accept)
-
-
-class _MuonParameter(NamedTuple):
-    """A parameter and what its update depends on."""
-
-    parameter: nn.Parameter
-    group: int  # index of its parameter group, as loading a state replaces the groups
-    head_rows: int  # rows that are orthogonalized separately; 0: all together
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """[rows, columns] of the matrices that are orthogonalized."""
-        rows, columns = self.parameter.shape[-2:]
-        return self.head_rows or rows, columns
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one update."""
-        blocks = self.parameter.numel() // math.prod(self.block_shape)
-        return blocks * orthogonalization_flops(*self.block_shape)
-
-    @property
-    def scale(self) -> float:
-        """Factor that gives a matrix with singular values of 1 an RMS of UPDATE_RMS."""
-        return UPDATE_RMS * math.sqrt(max(self.block_shape))
-
-    def orthogonalize(self, matrix: Tensor) -> Tensor:
+    def compute(self, parameter: nn.Parameter, matrix: Tensor, accept: Tensor | None) -> Tensor:
         """The orthogonalized matrix [rows, columns], each of its heads, or each of a stack."""
         # Matrices of the same shape are not batched: how a batch is computed can depend on their
         # number, which depends on the layout. The numbers of heads and of experts do not.
-        if not self.head_rows:
+        if not self.group_of(parameter)[HEAD_ROWS]:
             return orthogonalize(matrix)
-        heads = matrix.view(-1, *self.block_shape)
+        heads = matrix.view(-1, *self._block_shape(parameter))
         return orthogonalize(heads).reshape(matrix.shape)
 
+    def write_shard(self, parameter: nn.Parameter, result: Tensor, accept: Tensor | None) -> None:
+        """Update this rank's shard of the weight."""
+        group, weight = self.group_of(parameter), local_shard(parameter)
+        # a matrix with singular values of 1 gets an RMS of UPDATE_RMS
+        scale = UPDATE_RMS * math.sqrt(max(self._block_shape(parameter)))
+        decayed = weight.float() * (1 - group["lr"] * group["weight_decay"])
+        write_if(weight, torch.add(decayed, result, alpha=-group["lr"] * scale), accept)
 
-class _OwnedParameters(NamedTuple):
-    """The parameters with one device mesh and one dtype of their matmuls."""
-
-    members: Sequence[_MuonParameter]
-    matrices: OwnedMatrices
-    dtype: torch.dtype  # of what is sent and orthogonalized
-
-
-def _matmul_dtype(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """bfloat16, as published, on a GPU that computes the model in it, otherwise float32.
-
-    Rounded to bfloat16, the small differences of two layouts' gradients grow. So a float32 run,
-    whose layouts should agree to rounding, uses float32 here too. CPUs are faster in float32.
-    """
-    in_bfloat16 = parameter.is_cuda and group[COMPUTE_DTYPE] == torch.bfloat16
-    return torch.bfloat16 if in_bfloat16 else torch.float32
+    def _block_shape(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """[rows, columns] of the matrices that are orthogonalized."""
+        rows, columns = parameter.shape[-2:]
+        return self.group_of(parameter)[HEAD_ROWS] or rows, columns

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.clip import shard_norms
-from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer
+from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
+from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 
 
 class WeightNorms(NamedTuple):
@@ -127,7 +128,7 @@ class OptimizerSet:
             self._step_all(accept)
 
     def _step_all(self, accept: Tensor | None) -> None:
-        overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
+        overlapping = [o for o in self if isinstance(o, WholeMatrixOptimizer)]
         completions = [optimizer.begin_step(accept) for optimizer in overlapping]
         for optimizer in self:
             if optimizer in overlapping:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard, start_all_to_all
+from titanlite.optim.conditional import ConditionalBase
 
 # Elements of the whole matrices that a rank computes between two exchanges, unless one has more
 ROUND_ELEMENTS = 1 << 24
@@ -205,6 +207,83 @@ class OwnedMatrices:
 def _write_all(indices: Sequence[int], shards: Sequence[Tensor], update: WholeMatrixUpdate) -> None:
     for index, shard in zip(indices, shards, strict=True):
         update.write_shard(index, shard)
+
+
+class WholeMatrixOptimizer(ConditionalBase):
+    """An optimizer whose update of a parameter needs the whole of it.
+
+    Subclasses have the functions of `WholeMatrixUpdate`, of a parameter instead of an index, and:
+    """
+
+    @abstractmethod
+    def flops(self, parameter: nn.Parameter) -> float:
+        """FLOPs of one update."""
+
+    def exchange_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype of what is sent and computed."""
+        return torch.float32
+
+    @abstractmethod
+    def read_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor: ...
+    @abstractmethod
+    def compute(self, parameter: nn.Parameter, matrix: Tensor, accept: Tensor | None) -> Tensor: ...
+    @abstractmethod
+    def write_shard(
+        self, parameter: nn.Parameter, result: Tensor, accept: Tensor | None
+    ) -> None: ...
+
+    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]):
+        super().__init__(groups, defaults)
+        # indices, as loading a state replaces the groups
+        self._group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        by_kind: dict[tuple, list[nn.Parameter]] = {}
+        for parameter in self._group_of:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            kind = mesh, self.exchange_dtype(parameter)
+            by_kind.setdefault(kind, []).append(parameter)
+        self.owned = [
+            (parameters, OwnedMatrices(parameters, [self.flops(p) for p in parameters]), dtype)
+            for (_, dtype), parameters in by_kind.items()
+        ]
+
+    def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The group of a parameter."""
+        return self.param_groups[self._group_of[parameter]]
+
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
+        self.begin_step(accept)()
+
+    @torch.no_grad()
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """Start a step and its communication; the returned function completes it.
+
+        Other optimizers can compute meanwhile. `accept`: see `ConditionalBase.update`.
+        """
+        completions = [self._begin(*owned, accept) for owned in self.owned]
+
+        @torch.no_grad()
+        def complete() -> None:
+            for completion in completions:
+                completion()
+
+        return complete
+
+    def _begin(
+        self,
+        parameters: list[nn.Parameter],
+        matrices: OwnedMatrices,
+        dtype: torch.dtype,
+        accept: Tensor | None,
+    ) -> Callable[[], None]:
+        update = WholeMatrixUpdate(
+            read_shard=lambda i: self.read_shard(parameters[i], accept),
+            compute=lambda i, matrix: self.compute(parameters[i], matrix, accept),
+            write_shard=lambda i, result: self.write_shard(parameters[i], result, accept),
+            dtype=dtype,
+        )
+        indices = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+        return matrices.begin(indices, update)
 
 
 # --- regions -------------------------------------------------------------------------------------

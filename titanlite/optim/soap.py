@@ -11,18 +11,17 @@ Every matrix is updated by the rank that owns it, which has all of its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.adam import AdamRuleKeys
-from titanlite.optim.conditional import OverlappingBase, write_if
-from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
+from titanlite.optim.conditional import write_if
+from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 from titanlite.optim.recipe import OptimizerRecipe
 from titanlite.settings import Positive
 
@@ -61,7 +60,7 @@ def _soap_flops(shape: torch.Size) -> float:
     return 4 * 2 * shape.numel() * min(shape)
 
 
-class SOAP(OverlappingBase):
+class SOAP(WholeMatrixOptimizer):
     """One-sided SOAP for matrices, with decoupled weight decay.
 
     The first step only finds an eigenbasis, by eigendecomposition. Later bases come from one step
@@ -80,45 +79,29 @@ class SOAP(OverlappingBase):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(groups, defaults)
         self._frequency = precondition_frequency
-        self._owned: list[_SoapMatrices] = []
-        by_mesh: dict[object, list[_SoapParameter]] = {}
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                by_mesh.setdefault(mesh, []).append(_SoapParameter(parameter, number))
-        for members in by_mesh.values():
-            parameters = [member.parameter for member in members]
-            matrices = OwnedMatrices(parameters, [_soap_flops(p.shape) for p in parameters])
-            self._owned.append(_SoapMatrices(members, matrices))
+        for parameters, matrices, _ in self.owned:
             for index, parameter in enumerate(parameters):
                 self.state[parameter] = {"step": torch.tensor(0.0)}
                 if matrices.is_owned(index):
                     self.state[parameter] |= _soap_state(parameter)
 
-    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
-        """See `OverlappingBase.begin_parts`."""
-        return [self._begin(owned, accept) for owned in self._owned]
+    def flops(self, parameter: nn.Parameter) -> float:
+        """See `_soap_flops`."""
+        return _soap_flops(parameter.shape)
 
-    def _begin(self, owned: _SoapMatrices, accept: Tensor | None) -> Callable[[], None]:
-        members = owned.members
-        indices = [i for i, member in enumerate(members) if member.parameter.grad is not None]
-        for index in indices:
-            self.state[members[index].parameter]["step"] += 1
-        update = WholeMatrixUpdate(
-            read_shard=lambda i: members[i].grad,
-            compute=lambda i, grad: self._compute(members[i], grad, accept),
-            write_shard=lambda i, direction: self._write_weight(members[i], direction, accept),
-            dtype=torch.float32,
-        )
-        return owned.matrices.begin(indices, update)
+    def read_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor:
+        """Count a step; returns this rank's shard of the gradient."""
+        assert parameter.grad is not None
+        self.state[parameter]["step"] += 1
+        return local_shard(parameter.grad).float()
 
-    def _compute(self, member: _SoapParameter, grad: Tensor, accept: Tensor | None) -> Tensor:
+    def compute(self, parameter: nn.Parameter, matrix: Tensor, accept: Tensor | None) -> Tensor:
         """Update the state of a matrix; returns the direction of its update."""
-        state, group = self.state[member.parameter], self.param_groups[member.group]
+        state, group = self.state[parameter], self.group_of(parameter)
         step = state["step"].item() - 1  # updates; in host memory, so this does not wait
-        columns_rotated = grad.shape[0] >= grad.shape[1]
+        columns_rotated = matrix.shape[0] >= matrix.shape[1]
         # From here on the columns are rotated.
-        oriented = grad if columns_rotated else grad.T
+        oriented = matrix if columns_rotated else matrix.T
         new, direction = _update_moments(state, oriented, step, group)
         if step == 0:
             new["basis"] = _eigenbasis(new["statistics"])
@@ -129,34 +112,13 @@ class SOAP(OverlappingBase):
             write_if(state[name], value, accept)
         return (direction if columns_rotated else direction.T).contiguous()
 
-    def _write_weight(
-        self, member: _SoapParameter, direction: Tensor, accept: Tensor | None
-    ) -> None:
-        group, weight = self.param_groups[member.group], local_shard(member.parameter)
+    def write_shard(self, parameter: nn.Parameter, result: Tensor, accept: Tensor | None) -> None:
+        """Update this rank's shard of the weight."""
+        group, weight = self.group_of(parameter), local_shard(parameter)
         # the first step finds a basis and has no update, so no decay either
-        is_update = self.state[member.parameter]["step"].item() > 1
+        is_update = self.state[parameter]["step"].item() > 1
         decayed = weight.float() * (1 - group["lr"] * group["weight_decay"] * is_update)
-        write_if(weight, decayed - group["lr"] * direction, accept)
-
-
-class _SoapParameter(NamedTuple):
-    """A parameter and the index of its group, as loading a state replaces the groups."""
-
-    parameter: nn.Parameter
-    group: int
-
-    @property
-    def grad(self) -> Tensor:
-        """This rank's shard of the gradient, in fp32."""
-        assert self.parameter.grad is not None
-        return local_shard(self.parameter.grad).float()
-
-
-class _SoapMatrices(NamedTuple):
-    """The parameters of one device mesh."""
-
-    members: list[_SoapParameter]
-    matrices: OwnedMatrices
+        write_if(weight, decayed - group["lr"] * result, accept)
 
 
 def _soap_state(parameter: nn.Parameter) -> dict[str, Tensor]:
