@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.distributed.collectives import local_shard
-from titanlite.optim.conditional import ConditionalBase, sharded_zeros, write_if
+from titanlite.optim.conditional import ConditionalBase, write_if
 from titanlite.optim.mup import elementwise_update
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe
+from titanlite.optim.shards import groups_that_shard, is_sharding, sharded_zeros, sum_over_shards
 from titanlite.settings import Range
 
 SQUARE_EPS = 1e-30  # epsilon_1 of the paper, added to the squares of the gradient
@@ -104,10 +105,10 @@ class Adafactor(ConditionalBase):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        _sum_over_shards(part for update in updates for part in update.sums_of_squares())
+        sum_over_shards(part for update in updates for part in update.sums_of_squares())
         for update in updates:
             update.advance_moments(accept)
-        _sum_over_shards(part for update in updates for part in update.sum_of_updates())
+        sum_over_shards(part for update in updates for part in update.sum_of_updates())
         for update in updates:
             update.write_weight(accept)
 
@@ -133,31 +134,14 @@ def _placements_of_mean(parameter: Tensor, kept: int, reduced: int) -> list[Plac
         return None
     return [
         Replicate()
-        if placement.is_replicate() or _shards(placement, reduced)
+        if placement.is_replicate() or is_sharding(placement, reduced)
         # rows keep their placement: it is strided if both FSDP and TP shard them
         else (placement if kept == 0 else Shard(0))
         for placement in parameter.placements
     ]
 
 
-class _PartialSum(NamedTuple):
-    """A sum over this rank's shard, to be added to those of other ranks, in place."""
-
-    value: Tensor
-    groups: list[dist.ProcessGroup]  # that the summed dimensions are sharded over
-
-
-def _sum_over_shards(sums: Iterable[_PartialSum]) -> None:
-    """Add the sums of all ranks: one all-reduce per group, for all sums together."""
-    by_group: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
-    for value, groups in sums:
-        for group in groups:
-            by_group.setdefault(group.group_name, (group, []))[1].append(value)
-    for group, values in by_group.values():
-        flat = torch.cat([value.reshape(-1) for value in values])
-        dist.all_reduce(flat, group=group)
-        for value, total in zip(values, flat.split([v.numel() for v in values]), strict=True):
-            value.copy_(total.view_as(value))
+_Sum = tuple[Tensor, list[dist.ProcessGroup]]  # an item of `sum_over_shards`
 
 
 class _AdafactorUpdate:
@@ -174,16 +158,16 @@ class _AdafactorUpdate:
         self._options, self._shape = group, parameter.shape
         self._weight, self._grad = local_shard(parameter), local_shard(parameter.grad)
         self._moments = {k: local_shard(v) for k, v in state.items() if k != "step"}
-        self._row_groups, self._column_groups = (_groups_that_shard(parameter, d) for d in (0, 1))
-        self._groups = _groups_that_shard(parameter)
+        self._row_groups, self._column_groups = (groups_that_shard(parameter, d) for d in (0, 1))
+        self._groups = groups_that_shard(parameter)
         self._sums: dict[str, Tensor] = {}  # over the whole parameter, after the all-reduces
 
-    def sums_of_squares(self) -> Iterator[_PartialSum]:
+    def sums_of_squares(self) -> Iterator[_Sum]:
         """Sums over the shards of gradient and weight."""
         weight_square = self._weight.float().square().sum()
         if not _is_factored(self._shape):
             self._sums["total"] = weight_square.view(1)
-            yield _PartialSum(self._sums["total"], self._groups)
+            yield (self._sums["total"], self._groups)
             return
         square = self._grad.float().square()
         rows, columns, row_var = square.sum(1), square.sum(0), self._moments["row_var"]
@@ -191,9 +175,9 @@ class _AdafactorUpdate:
         copies = math.prod(group.size() for group in self._column_groups)
         total = torch.stack([weight_square, rows.sum(), row_var.sum() / copies])
         self._sums = {"rows": rows, "columns": columns, "total": total}
-        yield _PartialSum(rows, self._column_groups)
-        yield _PartialSum(columns, self._row_groups)
-        yield _PartialSum(total, self._groups)
+        yield (rows, self._column_groups)
+        yield (columns, self._row_groups)
+        yield (total, self._groups)
 
     def advance_moments(self, accept: Tensor | None) -> None:
         """Update the second moment, from which the update is computed."""
@@ -217,10 +201,10 @@ class _AdafactorUpdate:
         for name, moment in self._moments.items():
             write_if(moment, self._new[name], accept)
 
-    def sum_of_updates(self) -> Iterator[_PartialSum]:
+    def sum_of_updates(self) -> Iterator[_Sum]:
         """The sum of the squares of the update, before it is clipped."""
         self._sums["update"] = self._unclipped().square().sum().view(1)
-        yield _PartialSum(self._sums["update"], self._groups)
+        yield (self._sums["update"], self._groups)
 
     def write_weight(self, accept: Tensor | None) -> None:
         """Update the weight."""
@@ -240,23 +224,3 @@ class _AdafactorUpdate:
             return grad * new["variance"].rsqrt()
         rows = (new["row_var"] / new["mean"]).rsqrt()
         return grad * rows[:, None] * new["col_var"].rsqrt()[None, :]
-
-
-def _groups_that_shard(parameter: Tensor, dim: int | None = None) -> list[dist.ProcessGroup]:
-    """The groups of the mesh dimensions that shard dimension `dim` of a parameter; None: any."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(mesh_dim)
-        for mesh_dim, placement in enumerate(parameter.placements)
-        if _shards(placement, dim) and mesh.size(mesh_dim) > 1
-    ]
-
-
-def _shards(placement: Placement, dim: int | None) -> bool:
-    """Whether a placement shards dimension `dim`; None: any dimension."""
-    if placement.is_replicate() or placement.is_partial():
-        return False
-    # _StridedShard, of rows that FSDP and TP both shard, is not a Shard since torch 2.11
-    return dim is None or getattr(placement, "dim", None) == dim

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
 
 from titanlite.distributed.collectives import local_shard, reduce_partial
+from titanlite.optim.shards import groups_that_shard, sum_over_shards
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,9 @@ class AdaptiveClip:
             torch.stack((_unit_squares(parameter), _unit_squares(reduce_partial(grad))))
             for parameter, grad in clipped
         ]
-        _all_reduce_sharded_units([parameter for parameter, _ in clipped], squares)
+        # other ranks have parts of the same units if they shard the last dimension
+        groups = [groups_that_shard(parameter, parameter.dim() - 1) for parameter, _ in clipped]
+        sum_over_shards(zip(squares, groups, strict=True))
         for (_, grad), square in zip(clipped, squares, strict=True):
             weight_norm, grad_norm = square.sqrt()
             limit = self.factor * weight_norm.clamp(min=self.eps)
@@ -67,37 +68,3 @@ def _unit_squares(tensor: Tensor) -> Tensor:
     local = local_shard(tensor)
     units = local if local.dim() > 1 else local.unsqueeze(0)
     return torch.linalg.vector_norm(units, dim=-1, dtype=torch.float32).square()
-
-
-def _all_reduce_sharded_units(
-    parameters: Sequence[nn.Parameter], squares: Sequence[Tensor]
-) -> None:
-    """Add, in place, the squares of the other ranks that have parts of the same units."""
-    sharded: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
-    for parameter, square in zip(parameters, squares, strict=True):
-        for group in _groups_of_sharded_units(parameter):
-            sharded.setdefault(group.group_name, (group, []))[1].append(square)
-    for group, members in sharded.values():
-        total = torch.cat([square.flatten() for square in members])
-        dist.all_reduce(total, group=group)
-        for square, part in zip(members, total.split([s.numel() for s in members]), strict=True):
-            square.copy_(part.view_as(square))
-
-
-def _groups_of_sharded_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]:
-    """The groups of ranks that have parts of the same unit: of a row, or of a vector."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(parameter.placements)
-        if mesh.size(dimension) > 1
-        and not placement.is_replicate()
-        and _sharded_dim(placement) == parameter.dim() - 1
-    ]
-
-
-def _sharded_dim(placement: Placement) -> int:
-    """The dimension of a tensor that is sharded, also by the strided form of `Shard`."""
-    return getattr(placement, "dim")  # noqa: B009  # they have no common public class

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
-from titanlite.optim.conditional import ConditionalBase, sharded_zeros, write_if
+from titanlite.optim.conditional import ConditionalBase, write_if
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.mup import elementwise_update, gradient_update
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe, no_state, one_moment
+from titanlite.optim.shards import sharded_zeros
 from titanlite.settings import Fraction
 
 

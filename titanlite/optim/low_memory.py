@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.host_memory import pin_in_place
-from titanlite.optim.conditional import ConditionalBase, sharded_zeros, write_if
+from titanlite.optim.conditional import ConditionalBase, write_if
 from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.shards import sharded_zeros
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 

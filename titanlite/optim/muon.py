@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.adam import AdamRuleKeys, StateDtype
-from titanlite.optim.conditional import sharded_zeros, write_if
+from titanlite.optim.conditional import write_if
 from titanlite.optim.mup import orthogonal_update
 from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe, one_moment
+from titanlite.optim.shards import sharded_zeros
 from titanlite.settings import Fraction
 
 # The polynomials a x + b x^3 + c x^5 of Polar Express (https://arxiv.org/abs/2505.16932), applied
