@@ -76,23 +76,9 @@ class Adafactor(ConditionalBase):
     the weights shrink by the learning rate times the weight decay, as in torch.optim.Adafactor.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        beta2_decay: float,  # decay rate of the second moment at step t: 1 - t^beta2_decay
-        clip_threshold: float,  # largest RMS of an update
-        scale_parameter: bool,
-    ):
-        defaults = {
-            "lr": lr,
-            "weight_decay": 0.0,
-            "beta2_decay": beta2_decay,
-            "clip_threshold": clip_threshold,
-            "scale_parameter": scale_parameter,
-        }
-        super().__init__(groups, defaults)
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any):
+        """`options`: `lr`, and all keys of `AdafactorKeys`."""
+        super().__init__(groups, {"weight_decay": 0.0, **options})
         for parameter in (p for group in self.param_groups for p in group["params"]):
             moments = _initial_moments(parameter)
             self.state[parameter] = {"step": torch.tensor(0.0), **moments}

@@ -10,17 +10,9 @@ from torch import nn
 
 from titanlite.models.mup import WidthScale
 from titanlite.optim.config import OptimizerConfig
-from titanlite.optim.fp32_vectors import (
-    is_low_vector,
-    updating_vectors_in_float32,
-)
+from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
-from titanlite.optim.optimizer_set import (
-    INITIAL_WEIGHT_DECAY,
-    LR_FACTOR,
-    SCHEDULE,
-    OptimizerSet,
-)
+from titanlite.optim.optimizer_set import INITIAL_WEIGHT_DECAY, LR_FACTOR, SCHEDULE, OptimizerSet
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
 
 
@@ -36,24 +28,27 @@ def build_optimizer(
     `facts`: needed if one of them is for hidden matrices. `widths`: the muP scale of each
     parameter, by name; empty or None: no scaling.
     """
-    recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
+    kinds: list[tuple[tuple, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
         recipe = recipe_of_parameter(name, parameter.shape, config, facts)
-        members = next((members for other, members in recipes if other == recipe), None)
-        if members is None:
-            recipes.append((recipe, members := []))
-        members.append((name, parameter))
+        _members_of(kinds, (recipe.optimizer_class, recipe.options)).append((name, parameter))
     optimizers = []
-    for recipe, parameters in recipes:
-        optimizer_class = recipe.optimizer_class
+    for (optimizer_class, options), parameters in kinds:
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
         groups = _parameter_groups(parameters, config, facts, schedule, widths or {})
-        optimizers.append(optimizer_class(groups, **recipe.options))
+        optimizers.append(optimizer_class(groups, **options))
     return OptimizerSet(optimizers, config.lr, schedule)
 
 
 _NamedParameter = tuple[str, nn.Parameter]
+
+
+def _members_of(groups: list[tuple[Any, list]], key: Any) -> list:
+    """The list beside an equal key, which may have no hash; a new one is added."""
+    if all(other != key for other, _ in groups):
+        groups.append((key, []))
+    return next(members for other, members in groups if other == key)
 
 
 def recipe_of_parameter(
@@ -106,8 +101,5 @@ def _parameter_groups(
         if recipe.parameter_options is not None:
             assert facts is not None, f"{section.name} needs the facts of the model"
             keys |= recipe.parameter_options(name, facts)
-        members = next((members for other, members in groups if other == keys), None)
-        if members is None:
-            groups.append((keys, members := []))
-        members.append(parameter)
+        _members_of(groups, keys).append(parameter)
     return [{"params": members, **keys} for keys, members in groups]

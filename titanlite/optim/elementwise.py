@@ -28,18 +28,20 @@ class ElementwiseOptimizer(ConditionalBase):
     moment = "momentum_buffer"  # name in the state
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, foreach: bool, has_moment: bool, **defaults: Any
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        foreach: bool = False,
+        has_moment: bool = True,
+        **options: Any,
     ):
-        super().__init__(groups, {"weight_decay": 0.0, **defaults})
+        """`options`: `lr` and all that `compute_update` reads of a group."""
+        super().__init__(groups, {"weight_decay": 0.0, **options})
         self._foreach, self._has_moment = foreach, has_moment
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            self.state[parameter] = self._initial_state(parameter)
-
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        if not self._has_moment:
-            return {}
-        dtype = torch.float32 if is_low_vector(parameter) else parameter.dtype
-        return {self.moment: sharded_zeros(parameter, dtype)}
+            dtype = torch.float32 if is_low_vector(parameter) else parameter.dtype
+            moments = {self.moment: sharded_zeros(parameter, dtype)} if has_moment else {}
+            self.state[parameter] = moments
 
     def update(self, accept: Tensor | None) -> None:
         """See `ConditionalBase.update`."""
@@ -91,9 +93,10 @@ class SGDKeys(ElementwiseKeys):
     def build_recipe(self, lr: float) -> OptimizerRecipe:
         """See `OptimizerKeys`."""
         options = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov}
+        how = {"foreach": self.implementation == "foreach", "has_moment": self.momentum > 0}
         return OptimizerRecipe(
             SGD,
-            {**options, "foreach": self.implementation == "foreach"},
+            {**options, **how},
             state_bytes=one_moment if self.momentum else no_state,
             moment_rates=("momentum",),
             mup_rule=gradient_update,
@@ -125,18 +128,6 @@ class SGD(ElementwiseOptimizer):
     The formula of torch.optim.SGD. Weight decay is coupled: it is added to the gradient.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        foreach: bool = False,
-    ):
-        options = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
-        super().__init__(groups, foreach=foreach, has_moment=momentum > 0, **options)
-
     def compute_update(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
     ) -> list[Tensor]:
@@ -155,16 +146,6 @@ class Lion(ElementwiseOptimizer):
     """
 
     moment = "exp_avg"
-
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        foreach: bool = False,
-    ):
-        super().__init__(groups, foreach=foreach, has_moment=True, lr=lr, betas=betas)
 
     def compute_update(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,18 +60,16 @@ class OptimizerRecipe:
 
     optimizer_class: type[torch.optim.Optimizer]
     options: dict[str, Any]  # arguments other than the parameter groups
-    state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
-    owner_flops: Callable[[torch.Size], float] | None = field(default=None, compare=False)
+    state_bytes: StateBytes = _two_moments  # on the device
+    owner_flops: Callable[[torch.Size], float] | None = None
     # if the rank that owns a matrix has all of its state: FLOPs of its update, by its shape
-    moment_rates: tuple[str, ...] = field(default=(), compare=False)
+    moment_rates: tuple[str, ...] = ()
     # keys of the decay rates of moments that follow the dtype of the parameters or state_dtype
-    hidden_only: bool = field(default=False, compare=False)
+    hidden_only: bool = False
     # for the matrices inside the blocks; AdamW updates the other parameters
-    parameter_options: Callable[[str, MatrixFacts], dict[str, Any]] | None = field(
-        default=None, compare=False
-    )
+    parameter_options: Callable[[str, MatrixFacts], dict[str, Any]] | None = None
     # keys of the parameter group of one parameter, by its name
-    mup_rule: MupRule | None = field(default=None, compare=False)
+    mup_rule: MupRule | None = None
     # how muP scales the learning rate; None: refused with muP
 
 
