@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
 from titanlite.optim.adafactor import AdafactorKeys
 from titanlite.optim.adam import AdamKeys, AdamWKeys, StateDtype
 from titanlite.optim.elementwise import LionKeys, SGDKeys
-from titanlite.optim.lr_schedule import LR_DECAYS, weight_decay_types
+from titanlite.optim.lr_schedule import LR_DECAYS, LRSchedulerConfig, weight_decay_types
 from titanlite.optim.muon import MuonKeys
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe, matches_any
 from titanlite.optim.soap import SOAPKeys
@@ -27,15 +27,7 @@ OPTIMIZERS: dict[str, type[OptimizerKeys]] = {
     "SOAP": SOAPKeys,
 }
 
-SCHEDULE_KEYS = (  # keys of [lr_scheduler] that a group may set
-    "warmup_steps",
-    "warmup_tokens",
-    "decay_ratio",
-    "decay_type",
-    "min_lr_factor",
-    "weight_decay_type",
-    "final_weight_decay_factor",
-)
+_SCHEDULE_KEYS = {key.name for key in dataclasses.fields(LRSchedulerConfig)}
 
 
 @dataclass(frozen=True)
@@ -73,14 +65,17 @@ class ParameterGroupConfig:
 
     def overrides(self) -> dict[str, Any]:
         """The keys of [optimizer] that this group sets."""
-        own = {"match", "lr_factor", *SCHEDULE_KEYS}
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {k: value for k, value in values.items() if k not in own and value is not None}
+        return {k: value for k, value in self._set_keys() if k not in _SCHEDULE_KEYS}
 
     def schedule_overrides(self) -> dict[str, Any]:
         """The keys of [lr_scheduler] that this group sets."""
-        values = {key: getattr(self, key) for key in SCHEDULE_KEYS}
-        return {key: value for key, value in values.items() if value is not None}
+        return {k: value for k, value in self._set_keys() if k in _SCHEDULE_KEYS}
+
+    def _set_keys(self) -> Iterator[tuple[str, Any]]:
+        for key in dataclasses.fields(self):
+            value = getattr(self, key.name)
+            if key.name not in ("match", "lr_factor") and value is not None:
+                yield key.name, value
 
     def describe(self) -> str:
         """The keys that this group sets, and their values."""

@@ -124,21 +124,18 @@ class OptimizerSet:
 
     def _step(self, accept: Tensor | None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        with self.update_norms.around(parameters):
-            self._step_all(accept)
-
-    def _step_all(self, accept: Tensor | None) -> None:
         overlapping = [o for o in self if isinstance(o, WholeMatrixOptimizer)]
-        completions = [optimizer.begin_step(accept) for optimizer in overlapping]
-        for optimizer in self:
-            if optimizer in overlapping:
-                continue
-            if accept is not None and isinstance(optimizer, ConditionalOptimizer):
-                optimizer.step_if(accept)
-            elif accept is None or bool(accept):
-                optimizer.step()
-        for complete in completions:
-            complete()
+        with self.update_norms.around(parameters):
+            completions = [optimizer.begin_step(accept) for optimizer in overlapping]
+            for optimizer in self:
+                if optimizer in overlapping:
+                    continue
+                if accept is not None and isinstance(optimizer, ConditionalOptimizer):
+                    optimizer.step_if(accept)
+                elif accept is None or bool(accept):
+                    optimizer.step()
+            for complete in completions:
+                complete()
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract `steps` rejected calls of `step_if` from the step counters."""
