@@ -44,8 +44,8 @@ def prepare_faults() -> None:
 
     model: list = []
     builders.build_sharded_model = build_and_count
-    straggler._cpu_seconds = lambda: seconds[0]
-    straggler._wall_seconds = lambda: 0.0
+    straggler.thread_time = lambda: seconds[0]
+    straggler.perf_counter = lambda: 0.0
 
 
 def test_a_slow_rank_and_a_flipped_bit_are_named_and_the_state_is_not_saved(run_toml, tmp_path):

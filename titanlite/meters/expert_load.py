@@ -43,7 +43,9 @@ class ExpertLoad(StepHook):
         assert experts is not None, "the model has no experts"
         self._balancing = balancing
         self.sizes, self._mesh, self._n_blocks = experts, mesh, sizes.n_layers
-        self.measured: Tensor | None = None  # see `_measure`; of the latest step
+        self.measured: Tensor | None = None
+        # of the latest step: [blocks, E + 3] in float64, which counts exactly: selections of each
+        # expert, and `router.SUMS`; None on a rank without experts
         prefix = f"{spec.blocks_path}."
         self._routers = {
             int(name.removeprefix(prefix).partition(".")[0]): module
@@ -57,8 +59,14 @@ class ExpertLoad(StepHook):
             router.begin_step(inputs.tokens / inputs.loss_scale)
 
     def after_backward(self) -> None:
-        """See `StepHook.after_backward`."""
-        self.measured = self._measure()
+        """Sum over the global batch what this rank's routers counted, with one all-reduce."""
+        if not self._routers:
+            return
+        routers = list(self._routers.values())
+        total = torch.stack([torch.cat((r.counts.double(), r.sums.double())) for r in routers])
+        if not routers[0].shares_tokens:
+            all_reduce_sum(self._mesh.tp, total)
+        self.measured = all_reduce_sum(self._mesh.fsdp, total)
 
     def after_update(self, result: StepResult) -> None:
         """Update biases and previous loads, unless the step was rejected."""
@@ -70,20 +78,6 @@ class ExpertLoad(StepHook):
         """Forget a forward that is not part of the step."""
         for router in self._routers.values():
             router.reset_counts()
-
-    def _measure(self) -> Tensor | None:
-        """Sum over the global batch what this rank's routers counted, with one all-reduce.
-
-        [blocks, E + 3] in float64, which counts exactly: selections of each expert, and
-        `router.SUMS`; None on a rank without experts.
-        """
-        if not self._routers:
-            return None
-        routers = list(self._routers.values())
-        total = torch.stack([torch.cat((r.counts.double(), r.sums.double())) for r in routers])
-        if not routers[0].shares_tokens:
-            all_reduce_sum(self._mesh.tp, total)
-        return all_reduce_sum(self._mesh.fsdp, total)
 
     def statistics(self, tokens: int) -> LoadStatistics:
         """Statistics of the latest step, which had `tokens` tokens; a collective."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import math
 import socket
-import time
 from collections.abc import Callable, Sequence
 from statistics import median_low
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +66,8 @@ class StragglerMeter:
     """Times this rank's own work, and compares it with that of the others."""
 
     def __init__(self, degrees: Degrees, self_test: SelfTest, threshold: float, step: int):
-        self.host, self.data = PhaseTimer("step", _cpu_seconds), PhaseTimer("data", _wall_seconds)
-        self._step = PhaseTimer("step", _wall_seconds)
+        self.host, self.data = PhaseTimer("step", thread_time), PhaseTimer("data", perf_counter)
+        self._step = PhaseTimer("step", perf_counter)
         self._degrees, self._self_test, self._threshold = degrees, self_test, threshold
         self._last_step = step  # of the last report
 
@@ -138,8 +138,7 @@ def build_straggler_report(metered: MeteredRun) -> Meter | None:
     def is_due(info: StepInfo) -> bool:
         return info.step % config.freq == 0
 
-    action = PeriodicAction("straggler report", is_due, report, start_again=meter.start_again)
-    return Meter(action)
+    return Meter(PeriodicAction("straggler report", is_due, report, start_again=meter.start_again))
 
 
 class SelfTest:
@@ -178,13 +177,5 @@ class SelfTest:
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            return _wall_seconds()
-        return _cpu_seconds()
-
-
-def _cpu_seconds() -> float:
-    return time.thread_time()
-
-
-def _wall_seconds() -> float:
-    return time.perf_counter()
+            return perf_counter()
+        return thread_time()
