@@ -21,9 +21,10 @@ from titanlite.log import logger
 from titanlite.metrics import (
     SINKS,
     MetricsConfig,
+    MetricSinks,
+    SinkContext,
     check_metrics_config,
     metrics_folder,
-    no_sinks,
     open_sinks,
 )
 from titanlite.metrics.jsonl import REPLACED_FILE
@@ -57,7 +58,7 @@ def read_records(folder) -> list[dict]:
 
 
 def open_in(folder, completed_steps=0, progress=False, rollbacks=0, **config):
-    return open_sinks(
+    context = SinkContext(
         MetricsConfig(**config),
         folder,
         total_steps=400,
@@ -66,6 +67,7 @@ def open_in(folder, completed_steps=0, progress=False, rollbacks=0, **config):
         job={"training": {"steps": 400}},
         progress=progress,
     )
+    return open_sinks(context)
 
 
 @pytest.fixture
@@ -95,9 +97,9 @@ def test_a_step_line_with_other_keys_is_refused(tmp_path):
 
 KILLED = """
 import os, pathlib, signal
-from titanlite.metrics import MetricsConfig, open_sinks
+from titanlite.metrics import MetricsConfig, SinkContext, open_sinks
 config, folder = MetricsConfig(enable_tensorboard=True), pathlib.Path({folder!r})
-sinks = open_sinks(config, folder, total_steps=400, completed_steps=0, job={{}}, progress=False)
+sinks = open_sinks(SinkContext(config, folder, 400, completed_steps=0, job={{}}, progress=False))
 sinks.step({step!r})
 sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -449,7 +451,7 @@ def test_a_failing_service_loses_only_its_own_records(tmp_path, monkeypatch, log
 
 
 def test_other_ranks_log_and_write_nothing(logged):
-    with no_sinks() as sinks:
+    with MetricSinks() as sinks:
         sinks.step(STEP)
         sinks.event(1, "resumed", path="step-1")
     assert logged() == []

@@ -48,7 +48,7 @@ from titanlite.meters import METERS
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.meters.metered_run import MeteredRun
 from titanlite.meters.noise_scale import NoiseScale
-from titanlite.metrics import MetricSinks, build_profilers, metrics_folder, no_sinks, open_sinks
+from titanlite.metrics import MetricSinks, SinkContext, build_profilers, metrics_folder, open_sinks
 from titanlite.optim import MatrixFacts, OptimizerInBackward, adaptive_clip, build_optimizer
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.compile import prepare_compiler
@@ -322,7 +322,7 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
         config = job.config
         try:
             folder = metrics_folder(job.folder, saves)
-            sinks = open_sinks(
+            context = SinkContext(
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
@@ -330,6 +330,7 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
                 rollbacks=rollbacks,
                 job=dataclasses.asdict(config),
             )
+            sinks = open_sinks(context)
             write_file_atomically(folder / "config.toml", job.as_toml().encode())
         except OSError as error:
             raise ConfigError(
@@ -339,7 +340,7 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
             ) from error
         return sinks
 
-    sinks, problem = capture_user_error(no_sinks if rank.rank else open_all)
+    sinks, problem = capture_user_error(MetricSinks if rank.rank else open_all)
     raise_on_all_ranks(problem)
     assert sinks is not None
     return sinks

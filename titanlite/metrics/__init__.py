@@ -15,7 +15,7 @@ from titanlite.metrics.profiler import (
     build_profilers,
     check_profiling_config,
 )
-from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, no_sinks, open_sinks
+from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, open_sinks
 from titanlite.metrics.throughput import PhaseTimer, ThroughputMeter, build_meter
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "cpu_has_bf16_units",
     "measure_matmul_flops",
     "metrics_folder",
-    "no_sinks",
     "open_sinks",
     "peak_memory_bytes",
 ]

@@ -53,7 +53,9 @@ class SinkContext:
     config: MetricsConfig
     folder: Path  # of the run's records
     total_steps: int
-    completed_steps: int  # of the checkpoint that the run resumes from; else 0
+    completed_steps: int
+    # of the checkpoint that the run resumes from, else 0; records of later steps are moved to
+    # metrics.replaced.jsonl
     job: dict[str, Any]  # the settings, for services that show them
     rollbacks: int = 0  # how often the run was rolled back before it came to completed_steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
@@ -104,8 +106,8 @@ class MetricSinks:
     one that raises anything else is reported once and removed.
     """
 
-    def __init__(self, sinks: list[Sink]):
-        self.sinks = sinks
+    def __init__(self) -> None:
+        self.sinks: list[Sink] = []
         self.failed: list[Sink] = []  # those whose last write failed
 
     def step(self, record: dict[str, Any]) -> None:
@@ -192,36 +194,18 @@ def _close_sink(sink: Sink) -> None:
         logger.error("%s could not be closed: %r", type(sink).__name__, error)
 
 
-def no_sinks() -> MetricSinks:
-    """The sinks of a rank that does not write: none."""
-    return MetricSinks([])
+def open_sinks(context: SinkContext) -> MetricSinks:
+    """All enabled sinks, for the one rank that writes.
 
-
-def open_sinks(
-    config: MetricsConfig,
-    folder: Path,
-    *,
-    total_steps: int,
-    completed_steps: int,
-    job: dict[str, Any],
-    rollbacks: int = 0,
-    progress: bool | None = None,
-) -> MetricSinks:
-    """All enabled sinks, for the one rank that writes; their files are under `folder`.
-
-    `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
-    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back before it
-    came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a
-    progress bar; None: on a terminal. Raises OSError where `folder` cannot be written.
+    Raises OSError where the folder cannot be written.
     """
-    context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
-    folder.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = []
+    context.folder.mkdir(parents=True, exist_ok=True)
+    sinks = MetricSinks()
     try:
         for build_sink in SINKS.values():
             if (sink := build_sink(context)) is not None:
-                sinks.append(sink)
+                sinks.sinks.append(sink)
     except BaseException:
-        MetricSinks(sinks).close()
+        sinks.close()
         raise
-    return MetricSinks(sinks)
+    return sinks
