@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.metrics.config import MetricsConfig, check_metrics_config
-from titanlite.metrics.hardware import (
-    cpu_has_bf16_units,
-    measure_matmul_flops,
-    peak_memory_bytes,
-)
+from titanlite.metrics.hardware import cpu_has_bf16_units, measure_matmul_flops, peak_memory_bytes
 from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder
 from titanlite.metrics.profiler import (
     Profiler,
@@ -15,7 +10,14 @@ from titanlite.metrics.profiler import (
     build_profilers,
     check_profiling_config,
 )
-from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, open_sinks
+from titanlite.metrics.sinks import (
+    SINKS,
+    MetricsConfig,
+    MetricSinks,
+    SinkContext,
+    check_metrics_config,
+    open_sinks,
+)
 from titanlite.metrics.throughput import PhaseTimer, ThroughputMeter, build_meter
 
 __all__ = [

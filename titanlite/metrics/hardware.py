@@ -11,11 +11,7 @@ import torch
 
 
 @torch.no_grad()
-def measure_matmul_flops(
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds: float = 0.25,
-) -> float:
+def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.25) -> float:
     """FLOP/s of the fastest of the large matmuls that fit into `seconds`; at least three run.
 
     Training uses three layouts (x W^T in forward, dy W and dy^T x in backward), whose kernels may

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,14 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, completed_steps: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._open_writer = partial(SummaryWriter, str(folder))
+        self._folder = folder
         self._open(completed_steps)
 
     def _open(self, completed_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         # TensorBoard hides earlier entries whose step is purge_step or later.
-        self.writer = self._open_writer(purge_step=completed_steps + 1)
+        self.writer = SummaryWriter(str(self._folder), purge_step=completed_steps + 1)
 
     def roll_back(self, step: int, rollbacks: int) -> None:
         self.close()

@@ -1,19 +1,21 @@
-"""Metric sinks, which write the records of a run: metrics.jsonl, console, TensorBoard, W&B."""
+"""[metrics], and the sinks that write the records of a run: metrics.jsonl, console and others."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import Console
 from titanlite.metrics.jsonl import METRICS_FILE, JsonlSink
+from titanlite.settings import NotNegative, Positive
 from titanlite.threads import DeviceThread
 
 CLOSE_SECONDS = 300.0  # time for a service to receive the records that were not sent yet
@@ -35,6 +37,42 @@ STEP_KEYS = (  # keys of a step record, in this order
     "peak_memory_gib",
     "time",
 )
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """[metrics] How often metrics are recorded, and where they are written."""
+
+    log_freq: Positive = 10  # steps between two step records
+    enable_tensorboard: bool = False  # also write TensorBoard event files
+    disable_color_printing: bool = False  # print without colors
+    save_tb_folder: str = "tb"  # TensorBoard's folder, under job.dump_folder
+    enable_wandb: bool = False  # also send the records to Weights & Biases
+    layer_norms_freq: NotNegative = 0
+    # steps between two records of each layer's gradient, weight and update norm; 0: none
+    noise_scale_freq: NotNegative = 0
+    # steps between two measurements of the gradient noise scale, which cost a forward and backward
+    # each; 0: none
+    source_loss_freq: NotNegative = 100
+    # steps between two records of each source's loss, tokens and epochs; 0: none; with one source
+    # there are none
+
+
+def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
+    """Reject optional packages that are enabled but not installed."""
+    for package, is_enabled, command in (
+        ("tensorboard", config.enable_tensorboard, "pip install tensorboard"),
+        ("wandb", config.enable_wandb, "pip install 'titanlite[wandb]'"),
+    ):
+        if is_enabled and not _is_installed(package):
+            key = f"metrics.enable_{package}"
+            problem = f"{key} = true, but {package} is not installed."
+            yield ConfigError(problem, fix=command, keys=(key,))
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a mere folder has no origin
 
 
 class Sink(Protocol):

@@ -52,13 +52,13 @@ class _Section(NamedTuple):
     own_keys: Mapping[str, Any] = MappingProxyType({})  # of a group: those that it sets
     group: int | None = None  # index in optimizer.groups
 
-    @property
-    def is_group(self) -> bool:
-        return self.group is not None
-
     def has(self, key: str) -> bool:
         """Whether the optimizer has a key."""
         return any(field.name == key for field in dataclasses.fields(self.config))
+
+    def sets(self, *keys: str) -> bool:
+        """Whether it is [optimizer], or a group that sets one of the keys."""
+        return self.group is None or any(key in self.own_keys for key in keys)
 
     def key(self, name: str) -> str:
         """A key as users write it in an error."""
@@ -66,7 +66,7 @@ class _Section(NamedTuple):
         return f"{prefix}.{name}"
 
     def key_in_toml(self, name: str) -> str:
-        return "optimizer.groups" if self.is_group else f"optimizer.{name}"
+        return f"optimizer.{name}" if self.group is None else "optimizer.groups"
 
 
 def _sections(config: OptimizerConfig) -> Iterator[_Section]:
@@ -115,8 +115,7 @@ def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
 def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
     """Reject state dtypes that Muon does not have: those with one scale per block of a row."""
     config = section.config
-    is_new = not section.is_group or "name" in section.own_keys
-    if config.name == "Muon" and is_new and config.state_dtype not in UNQUANTIZED:
+    if config.name == "Muon" and section.sets("name") and config.state_dtype not in UNQUANTIZED:
         yield ConfigError(
             f'optimizer.state_dtype = "{config.state_dtype}": {section.key("name")} is Muon, whose'
             f" momentum is stored in {' or '.join(UNQUANTIZED)}.",
@@ -137,8 +136,7 @@ def _check_moment_rates(section: _Section, param_dtype: str) -> Iterator[ConfigE
         alternative = 'optimizer.state_dtype = "8bit", whose scales are float32.'
     highest = 1 - torch.finfo(torch.bfloat16).eps / 2
     for key in config.recipe.moment_rates:
-        is_own = not section.is_group or {key, "name"} & set(section.own_keys)
-        if is_own and (rate := getattr(config, key)) > highest:
+        if section.sets(key, "name") and (rate := getattr(config, key)) > highest:
             yield ConfigError(
                 f'{section.key(key)} = {rate:g}: with {source} = "bfloat16" moments are bfloat16,'
                 f" which rounds away a change of {1 - rate:g} of their value per step.",
