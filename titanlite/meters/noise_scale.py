@@ -30,8 +30,6 @@ from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepHook, StepInputs, StepResult
 
-DECAY = 0.95  # of the averages, for each measurement
-
 
 class NoiseEstimate(NamedTuple):
     """Unbiased estimates from one step; noise can make either negative."""
@@ -59,7 +57,7 @@ def estimate_noise(
 class NoiseScale:
     """Separate moving averages of both estimates: an average of their ratios would be biased."""
 
-    decay: float = DECAY
+    decay: float = 0.95  # of the averages, for each measurement
     gradient: float = 0.0
     noise: float = 0.0
     weight: float = 0.0  # of all measurements in the averages, which start at 0

@@ -110,12 +110,7 @@ def combine_norms(
 def count_copies(parameter: Tensor, mesh: Mesh | None) -> int:
     """Number of ranks that have the same shard of a parameter."""
     ranks = 1 if mesh is None else mesh.degrees.ranks // mesh.pp.size()  # of one stage
-    return ranks // _shard_count(parameter)
-
-
-def _shard_count(tensor: Tensor) -> int:
-    """Number of distinct shards of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+    if not isinstance(parameter, DTensor):
+        return ranks
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
