@@ -12,7 +12,6 @@ from titanlite.optim import (
     ParameterGroupConfig,
     build_optimizer,
 )
-from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 
 CASES = [
     {"name": "AdamW"},
@@ -103,10 +102,7 @@ def test_groups_set_the_optimizer_its_settings_and_a_factor_of_the_learning_rate
 def test_other_optimizers_compute_while_one_communicates():
     calls = []
 
-    class Communicating(WholeMatrixOptimizer):
-        def flops(self, parameter):
-            return 1.0
-
+    class Communicating(torch.optim.SGD):
         def begin_step(self, accept):
             calls.append(("begin", accept))
             return lambda: calls.append(("complete", accept))
@@ -116,9 +112,7 @@ def test_other_optimizers_compute_while_one_communicates():
             calls.append(("compute", None))
 
     parameter = nn.Parameter(torch.zeros(1))
-    optimizers = OptimizerSet(
-        [Computing([parameter]), Communicating([{"params": [parameter]}], {})], 1.0
-    )
+    optimizers = OptimizerSet([Computing([parameter]), Communicating([parameter])], 1.0)
     optimizers.step()
     assert calls == [("begin", None), ("compute", None), ("complete", None)]
     calls.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,6 +23,17 @@ class ConditionalOptimizer(Protocol):
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract `steps` rejected calls of `step_if` from step counters in host memory."""
+
+
+@runtime_checkable
+class OverlappingOptimizer(Protocol):
+    """An optimizer that communicates; other optimizers can compute meanwhile."""
+
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """Start a step, and its communication; the returned function completes it.
+
+        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
+        """
 
 
 class ConditionalBase(torch.optim.Optimizer):

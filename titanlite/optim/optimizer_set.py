@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.clip import shard_norms
-from titanlite.optim.conditional import ConditionalOptimizer
+from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer
 from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
-from titanlite.optim.owned_matrices import WholeMatrixOptimizer
 
 
 class WeightNorms(NamedTuple):
@@ -124,7 +123,7 @@ class OptimizerSet:
 
     def _step(self, accept: Tensor | None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        overlapping = [o for o in self if isinstance(o, WholeMatrixOptimizer)]
+        overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
         with self.update_norms.around(parameters):
             completions = [optimizer.begin_step(accept) for optimizer in overlapping]
             for optimizer in self:

@@ -256,10 +256,7 @@ class WholeMatrixOptimizer(ConditionalBase):
 
     @torch.no_grad()
     def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """Start a step and its communication; the returned function completes it.
-
-        Other optimizers can compute meanwhile. `accept`: see `ConditionalBase.update`.
-        """
+        """See `OverlappingOptimizer.begin_step`."""
         completions = [self._begin(*owned, accept) for owned in self.owned]
 
         @torch.no_grad()
