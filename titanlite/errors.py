@@ -20,7 +20,7 @@ class UserError(Exception):
 
     code = EXIT_USER_ERROR
 
-    def __init__(self, message: str, fix: str = "", keys: tuple[str, ...] = ()):
+    def __init__(self, message: str, fix: str = ""):
         super().__init__(message)
         self.message = message
         self.fix = fix

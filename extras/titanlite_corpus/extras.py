@@ -8,13 +8,12 @@ from typing import Any
 from titanlite.errors import ConfigError
 
 
-def import_extra(module: str, extra: str, needed_by: str, keys: tuple[str, ...] = ()) -> Any:
-    """Import a module; raises ConfigError about `keys`, with the command that installs it."""
+def import_extra(module: str, extra: str, needed_by: str) -> Any:
+    """Import a module; raises ConfigError with the command that installs it."""
     try:
         return import_module(module)
     except ImportError as missing:
         raise ConfigError(
             f"{needed_by} needs {missing.name or module}, which is not installed.",
             fix=f"pip install 'titanlite[{extra}]'",
-            keys=keys,
         ) from missing

@@ -70,14 +70,16 @@ def load_recipe(path: str | Path, allow_code: bool = False) -> RecipeFile:
 
 def _check_stages(file: RecipeFile, allow_code: bool) -> list[ConfigError]:
     """Problems that the types of the settings do not exclude."""
-    recipe, sources = file.recipe, file.recipe.sources or []  # None if they were refused
-    problems = _check_sources(sources)
+    recipe, sources = file.recipe, file.recipe.sources
+    problems = [] if sources is None else _check_sources(sources)  # None if they were refused
     if "filter" in file.sections:
         problems += check_filter(recipe.filter, allow_code)
-        problems += _check_filtered_sources(recipe.filter, {source.name for source in sources})
+        if sources is not None:
+            names = {source.name for source in sources}
+            problems += _check_filtered_sources(recipe.filter, names)
     if "deduplicate" in file.sections:
         problems += check_deduplicate(recipe.deduplicate)
-    return [*problems, *_check_chats(file, sources)]
+    return [*problems, *_check_chats(file, sources or [])]
 
 
 def _check_filtered_sources(config: FilterConfig, known: set[str]) -> list[ConfigError]:
@@ -85,7 +87,6 @@ def _check_filtered_sources(config: FilterConfig, known: set[str]) -> list[Confi
         ConfigError(
             f'filter.sources: "{name}" is not the name of a source.',
             fix=f"Sources are {', '.join(sorted(known))}.",
-            keys=("filter.sources", "sources"),
         )
         for name in config.sources
         if name not in known
@@ -102,8 +103,7 @@ def _check_chats(file: RecipeFile, sources: Sequence[CorpusSource]) -> list[Conf
                 ConfigError(
                     f"{label}, but conversations cannot be concatenated: labels outside of the"
                     " answers are marked in packed windows only.",
-                    fix='Set [pack] mode = "best_fit" and seq_len = that of the run.',
-                    keys=("pack.mode",),
+                    fix='Set pack.mode = "best_fit" and pack.seq_len = that of the run.',
                 )
             )
         for section in sorted({"filter", "deduplicate"} & file.sections):
@@ -120,7 +120,7 @@ def _check_sources(sources: Sequence[CorpusSource]) -> list[ConfigError]:
     problems: list[ConfigError] = []
     if not sources:
         fix = "Add [[sources]] with inputs."
-        problems.append(ConfigError("sources: is empty.", fix=fix, keys=("sources",)))
+        problems.append(ConfigError("sources: is empty.", fix=fix))
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
             problems.append(ConfigError(f'sources: {count} sources have the name "{name}".'))

@@ -67,12 +67,11 @@ def exchange_all_kinds() -> list:
     except UserError as error:
         kinds = [type(problem).__name__ for problem in error.problems]
         received.append([type(error).__name__, kinds, format_error(error), error.on_all_ranks])
-        received.append([list(problem.keys) for problem in error.problems])
     return received
 
 
 def raise_errors() -> None:
-    raise UserErrors([ConfigError("a = 1.", fix="Use 2.", keys=("a",)), DataError("b é\n.")])
+    raise UserErrors([ConfigError("a = 1.", fix="Use 2."), DataError("b é\n.")])
 
 
 def test_values_problems_and_errors_are_the_same_on_every_rank():
@@ -92,19 +91,14 @@ def test_values_problems_and_errors_are_the_same_on_every_rank():
                 "titanlite: 2 problems\n  1. a = 1. Use 2.\n  2. b é\n.",
                 True,
             ],
-            [["a"], []],
         ]
     )
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("a", fix="b", keys=("c",)), UserErrors([DataError("d", fix="e")])]
+    "error", [ConfigError("a", fix="b"), UserErrors([DataError("d", fix="e")])]
 )
 def test_an_error_of_a_worker_process_is_unchanged_by_pickling(error):
     """Workers of `prepare_data.py` and torch's checkpoints send errors as pickles."""
     copy = pickle.loads(pickle.dumps(error))
-    assert (type(copy), format_error(copy), copy.keys) == (
-        type(error),
-        format_error(error),
-        error.keys,
-    )
+    assert (type(copy), format_error(copy)) == (type(error), format_error(error))

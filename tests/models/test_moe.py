@@ -256,9 +256,11 @@ def test_a_job_with_more_active_experts_than_experts_or_an_untrained_router_is_r
     flavor = next(iter(FAMILIES[name].flavors))
     config = JobConfig(model=ModelConfig.of(name=name, flavor=flavor, n_active_experts=17))
     problems = check_job(config, 1)[1]
-    assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
+    assert {"model.n_experts", "model.n_active_experts"} in [problem.keys for problem in problems]
     single = replace(config, model=ModelConfig.of(name=name, flavor=flavor, n_active_experts=1))
-    untrained = [p for p in check_job(single, 1)[1] if p.keys == ("model.n_active_experts",)]
+    untrained = [
+        p for p in check_job(single, 1)[1] if p.message.startswith("model.n_active_experts")
+    ]
     assert len(untrained) == (name == "mixtral")
 
 

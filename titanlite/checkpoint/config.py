@@ -112,4 +112,4 @@ def _check_initial_load(config: CheckpointConfig) -> Iterator[ConfigError]:
 
 def _checkpoint_config_error(key: str, problem: str, fix: str) -> ConfigError:
     key = f"checkpoint.{key}"
-    return ConfigError(f"{key}: {problem}", fix=fix, keys=(key,))
+    return ConfigError(f"{key}: {problem}", fix=fix)

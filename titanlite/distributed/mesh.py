@@ -158,9 +158,8 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
     mismatch = "does not divide" if degrees.shard == -1 else f"is {degrees.ranks}, not"
     raise ConfigError(
         f"parallelism: {shown} {mismatch} the number of ranks, {ranks}.",
-        fix="Change a degree (data_parallel_shard_degree = -1 takes all remaining ranks)"
-        " or --nproc_per_node.",
-        keys=tuple(f"parallelism.{d.key}" for d in DIMENSIONS),
+        fix="Change a degree (parallelism.data_parallel_shard_degree = -1 takes all remaining"
+        " ranks) or --nproc_per_node.",
     )
 
 
@@ -173,8 +172,7 @@ def _check_expert_degrees(degrees: Degrees) -> None:
     if expert_tensor not in (1, degrees.tensor):
         raise ConfigError(
             f"{tensor_key} = {expert_tensor}: must be 1 or parallelism.tensor_parallel_degree ="
-            f" {degrees.tensor}.",
-            keys=(tensor_key, "parallelism.tensor_parallel_degree"),
+            f" {degrees.tensor}."
         )
     # With the tensor ranks sharding each expert, only the others are left to borrow.
     borrowed = ("shard", "context") if expert_tensor > 1 else ("shard", "context", "tensor")
@@ -186,7 +184,6 @@ def _check_expert_degrees(degrees: Degrees) -> None:
             f"{key} = {expert}: does not divide the {available} ranks that it is borrowed from,"
             f" {shown}.",
             fix=f"Use a divisor of {available}.",
-            keys=(key, tensor_key, *(keys[name] for name in borrowed)),
         )
 
 

@@ -76,14 +76,12 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
             f'guard.spike = "{config.spike}": guard.nonfinite = "off", but a run that is checked'
             " for spikes must be checked for inf and NaN, too.",
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
-            keys=("guard.spike", "guard.nonfinite"),
         )
     if config.rolls_back and config.max_violations == 1:
         yield ConfigError(
             "guard.max_violations = 1: the run would end at the first violation, and never roll"
             " back.",
             fix='Set guard.max_violations = 2 or more, or use "skip" instead of "rollback".',
-            keys=("guard.max_violations",),
         )
     if in_backward and config.spike != "off":
         yield ConfigError(
@@ -91,7 +89,6 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
             " parameters before the loss and the gradient norm are known, so a spike would end the"
             " run.",
             fix='Set guard.spike = "off", or optimizer.early_step_in_backward = false.',
-            keys=("guard.spike", "optimizer.early_step_in_backward"),
         )
 
 

@@ -180,6 +180,3 @@ def _resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
         values.pop("head_dim", None)
     table["model"] = {"name": spec.name, **values, **model}
     return []
-
-
-_FROM = ("model.from",)

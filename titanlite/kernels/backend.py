@@ -89,7 +89,6 @@ def set_attention_kernel(
         raise ConfigError(
             f'attention.mask = "document": {type(model).__name__} does not support it.',
             fix='Use "causal".',
-            keys=("attention.mask",),
         )
     model.use_document_mask(index_documents)
 
@@ -114,7 +113,6 @@ def choose_kernel(
                 f'attention.backend = "{config.backend}": cannot run on {device.type} in {dtype}'
                 f" with {shape}: {reason}",
                 fix='Use "auto", or another kernel.',
-                keys=("attention.backend",),
             )
         return config.backend
     if context_parallel or (documents and trial.is_eager):
@@ -263,12 +261,10 @@ def check_attention_config(
         yield ConfigError(
             f'attention.backend = "{config.backend}": cannot be used with {feature}: {reason}.',
             fix=f'Use "auto", or {", ".join(supported)}.',
-            keys=("attention.backend",),
         )
     if config.mask == "document" and tokenizer is None:
         yield ConfigError(
             'attention.mask = "document": documents end with the EOS token of data.tokenizer, which'
             " is not set.",
             fix="Set data.tokenizer to the tokenizer that encoded the data.",
-            keys=("attention.mask", "data.tokenizer"),
         )

@@ -44,9 +44,6 @@ def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
             f" profiler_warmup = {config.profiler_warmup} and profiler_active ="
             f" {config.profiler_active} steps.",
             fix=f"Use {needed} or more, or fewer warmup or active steps.",
-            keys=tuple(
-                f"profiling.{key}" for key in ("profile_freq", "profiler_warmup", "profiler_active")
-            ),
         )
 
 

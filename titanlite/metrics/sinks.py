@@ -67,7 +67,7 @@ def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
         if is_enabled and not _is_installed(package):
             key = f"metrics.enable_{package}"
             problem = f"{key} = true, but {package} is not installed."
-            yield ConfigError(problem, fix=command, keys=(key,))
+            yield ConfigError(problem, fix=command)
 
 
 def _is_installed(package: str) -> bool:

@@ -152,7 +152,6 @@ def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
             f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
             f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
             fix=f"Use a divisor of {sizes.n_heads}.",
-            keys=("model.n_kv_heads", "model.n_heads"),
         )
     if sizes.head_width * sizes.n_heads != sizes.dim and not getattr(sizes, "head_dim", 0):
         has_key = any(field.name == "head_dim" for field in dataclasses.fields(sizes))
@@ -160,11 +159,9 @@ def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
         yield ConfigError(
             f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
             fix=f"Change one of them{settable}.",
-            keys=("model.dim", "model.n_heads"),
         )
     elif sizes.head_width % 2:
         yield ConfigError(
             f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
-            " even.",
-            keys=("model.head_dim", "model.dim", "model.n_heads"),
+            " even."
         )

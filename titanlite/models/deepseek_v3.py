@@ -375,26 +375,22 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
     if sizes.qk_rope_head_dim % 2:
         yield ConfigError(
             f"model.qk_rope_head_dim = {sizes.qk_rope_head_dim}: RoPE rotates pairs of channels, so"
-            " it must be even.",
-            keys=("model.qk_rope_head_dim",),
+            " it must be even."
         )
     if sizes.rope_scaling is not None and sizes.rope_theta == 1:
         yield ConfigError(
             f"model.rope_scaling_factor = {sizes.rope_scaling_factor:g}: YaRN needs a"
-            " model.rope_theta above 1.",
-            keys=("model.rope_scaling_factor", "model.rope_theta"),
+            " model.rope_theta above 1."
         )
     if sizes.v_head_dim > sizes.head_width:
         yield ConfigError(
             f"model.v_head_dim = {sizes.v_head_dim}: must not exceed the width of a head's key,"
-            f" qk_nope_head_dim + qk_rope_head_dim = {sizes.head_width}.",
-            keys=("model.v_head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+            f" qk_nope_head_dim + qk_rope_head_dim = {sizes.head_width}."
         )
     if sizes.n_dense_layers > sizes.n_layers:
         yield ConfigError(
             f"model.n_dense_layers = {sizes.n_dense_layers}: must not exceed model.n_layers ="
-            f" {sizes.n_layers}.",
-            keys=("model.n_dense_layers", "model.n_layers"),
+            f" {sizes.n_layers}."
         )
 
 

@@ -256,8 +256,7 @@ def check_gpt2_sizes(sizes: GPT2Sizes) -> Iterator[ConfigError]:
     """Reject heads that do not divide the width."""
     if sizes.dim % sizes.n_heads:
         yield ConfigError(
-            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
-            keys=("model.dim", "model.n_heads"),
+            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}."
         )
 
 

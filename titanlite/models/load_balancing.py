@@ -56,12 +56,10 @@ def check_load_balancing(
         yield ConfigError(
             f'{shown}: model.name = "{spec.name}" has no experts.',
             fix="Remove [experts], or use a family with experts.",
-            keys=tuple(f"experts.{name}" for name in values),
         )
     elif config.bias_update_rate and experts is not None and not experts.selection_bias:
         yield ConfigError(
             f"experts.bias_update_rate = {config.bias_update_rate:g}: the router of model.name ="
             f' "{spec.name}" selects without a bias.',
             fix="Remove it, and use experts.aux_loss_coef.",
-            keys=("experts.bias_update_rate",),
         )

@@ -72,13 +72,12 @@ def check_mup_base(
         yield ConfigError(
             f'mup.base: does not fit model.name = "{spec.name}": {", ".join(wrong)}.',
             fix="Set the widths of the model that the learning rate was tuned on.",
-            keys=("mup.base",),
         )
         return
     for problem in spec.find_size_problems(base_sizes(config.base, sizes)):
         message = problem.message.replace("model.", "mup.base.")
         fix = problem.fix and problem.fix.replace("model.", "mup.base.")
-        yield ConfigError(message, fix=fix, keys=("mup.base",))
+        yield ConfigError(message, fix=fix)
 
 
 def base_sizes(base: BaseWidths, sizes: SizesT) -> SizesT:

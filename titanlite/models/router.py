@@ -52,20 +52,17 @@ NO_BALANCING = LoadBalancing()
 
 def check_expert_sizes(sizes: ExpertSizes) -> Iterator[ConfigError]:
     """Reject numbers of experts that do not fit together."""
-    keys = ("model.n_experts", "model.n_active_experts")
     selectable = sizes.count // sizes.groups * sizes.active_groups
     if sizes.active_groups > sizes.groups:
         yield ConfigError(
             f"model.n_active_groups = {sizes.active_groups}: there are only"
             f" model.n_expert_groups = {sizes.groups}.",
             fix=f"Use at most {sizes.groups}.",
-            keys=("model.n_active_groups", "model.n_expert_groups"),
         )
     elif sizes.count % sizes.groups:
         yield ConfigError(
             f"model.n_experts = {sizes.count}: is not a multiple of its {sizes.groups} groups.",
             fix=f"Use a multiple of {sizes.groups}.",
-            keys=keys[:1],
         )
     elif sizes.active > selectable:
         of_groups = f" in {sizes.active_groups} of {sizes.groups} groups" * (sizes.groups > 1)
@@ -73,7 +70,6 @@ def check_expert_sizes(sizes: ExpertSizes) -> Iterator[ConfigError]:
             f"model.n_active_experts = {sizes.active}: a token can select at most {selectable}"
             f" experts{of_groups} (model.n_experts = {sizes.count}).",
             fix=f"Use at most {selectable}, or more experts.",
-            keys=keys,
         )
 
 

@@ -156,7 +156,6 @@ class ModelSpec(Generic[SizesT]):
             raise ConfigError(
                 f'model.flavor = "{config.flavor}": must be one of {", ".join(self.flavors)}.',
                 fix=self.flavor_hints.get(config.flavor, ""),
-                keys=("model.flavor",),
             )
         sizes = self.flavors[config.flavor]
         names = [field.name for field in dataclasses.fields(sizes)]

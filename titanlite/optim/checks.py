@@ -31,7 +31,6 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
                 f" {section.config.name}, which needs all gradients at the end of backward.",
                 fix="Remove optimizer.early_step_in_backward, or use"
                 f" {_having('early_step_in_backward')}.",
-                keys=("optimizer.early_step_in_backward", section.key_in_toml("name")),
             )
     if config.low_memory and config.implementation == "foreach":
         values = {"state_dtype": config.state_dtype, "offload": config.offload}
@@ -41,7 +40,6 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
             f"optimizer.{text}: updates one parameter at a time, which optimizer.implementation ="
             ' "foreach" does not.',
             fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
-            keys=(*(f"optimizer.{key}" for key in stated), "optimizer.implementation"),
         )
 
 
@@ -64,9 +62,6 @@ class _Section(NamedTuple):
         """A key as users write it in an error."""
         prefix = "optimizer" if self.group is None else f"optimizer.groups[{self.group}]"
         return f"{prefix}.{name}"
-
-    def key_in_toml(self, name: str) -> str:
-        return f"optimizer.{name}" if self.group is None else "optimizer.groups"
 
 
 def _sections(config: OptimizerConfig) -> Iterator[_Section]:
@@ -91,7 +86,6 @@ def _check_group_keys(section: _Section) -> Iterator[ConfigError]:
                 f"{section.key(key)} = {format_value(value)}: {section.config.name} has no such"
                 " key.",
                 fix=f"Remove it. Those with {key}: {_having(key)}.",
-                keys=("optimizer.groups",),
             )
 
 
@@ -102,7 +96,6 @@ def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
             f"{section.key('nesterov')} = true: {section.key('momentum')} is 0, so there is no"
             " momentum to look ahead by.",
             fix=f"Set {section.key('momentum')}, for example to 0.9, or remove nesterov.",
-            keys=(section.key_in_toml("nesterov"), section.key_in_toml("momentum")),
         )
 
 
@@ -120,7 +113,6 @@ def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
             f'optimizer.state_dtype = "{config.state_dtype}": {section.key("name")} is Muon, whose'
             f" momentum is stored in {' or '.join(UNQUANTIZED)}.",
             fix='Use optimizer.state_dtype = "bfloat16".',
-            keys=tuple(dict.fromkeys(("optimizer.state_dtype", section.key_in_toml("name")))),
         )
 
 
@@ -141,5 +133,4 @@ def _check_moment_rates(section: _Section, param_dtype: str) -> Iterator[ConfigE
                 f'{section.key(key)} = {rate:g}: with {source} = "bfloat16" moments are bfloat16,'
                 f" which rounds away a change of {1 - rate:g} of their value per step.",
                 fix=f"Use at most {highest:g}, or {alternative}",
-                keys=(section.key_in_toml(key), source),
             )

@@ -186,7 +186,6 @@ def check_lr_scheduler_config(
                 f"optimizer.groups, entry {number}: warmup_{other} ="
                 f" {settings[f'warmup_{other}']}: the schedule of [lr_scheduler] is in {unit}.",
                 fix=f"Use warmup_{unit}.",
-                keys=("optimizer.groups", "lr_scheduler.warmup_tokens"),
             )
         if settings:
             changed = dataclasses.replace(config, **settings)
@@ -197,19 +196,16 @@ def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject steps and tokens in one schedule, and only one of the two keys in tokens."""
     in_steps = [k for k in ("warmup_steps", "total_steps") if k in section]
     in_tokens = [k for k in ("warmup_tokens", "total_tokens") if k in section]
-    written = [f"lr_scheduler.{key}" for key in (*in_tokens, *in_steps)]
     shown = " and ".join(f"lr_scheduler.{k} = {section[k]}" for k in (*in_tokens, *in_steps))
     if in_tokens and in_steps:
         yield ConfigError(
             f"{shown}: a schedule is in steps or in tokens, not in both.",
             fix="Leave out those in steps, or those in tokens, in included files too.",
-            keys=tuple(written),
         )
     elif in_tokens == ["total_tokens"]:
         yield ConfigError(
             f"{shown}: the warmup has no length in tokens.",
             fix="Set lr_scheduler.warmup_tokens (0: no warmup).",
-            keys=("lr_scheduler.total_tokens", "lr_scheduler.warmup_tokens"),
         )
 
 
@@ -221,7 +217,6 @@ def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[Confi
             f'{where}: weight_decay_type = "{kind}" with final_weight_decay_factor = {final:g}:'
             " the weight decay would be constant.",
             fix=f"Set both: a final factor other than 1, and one of {', '.join(LR_DECAYS)}.",
-            keys=("lr_scheduler.weight_decay_type", "lr_scheduler.final_weight_decay_factor"),
         )
 
 
@@ -240,5 +235,4 @@ def check_schedule_end(schedule: RateSchedule, steps: int, last: Progress) -> It
         f" {total}, so the {idle} would learn nothing.",
         fix=f"Use a larger lr_scheduler.total_{unit} or leave it out, use fewer training.steps,"
         " or an lr_scheduler.min_lr_factor above 0.",
-        keys=("training.steps", f"lr_scheduler.total_{unit}"),
     )

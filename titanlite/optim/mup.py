@@ -50,19 +50,16 @@ def check_mup_optimizers(
                 " these settings.",
                 fix="Use AdamW, or remove mup.base; Muon needs muon_per_head = false, and Adafactor"
                 " scale_parameter = false.",
-                keys=("mup.base", "optimizer.name", "optimizer.groups"),
             )
     if adam_decay:
         yield ConfigError(
             f"mup.base: Adam adds optimizer.weight_decay = {adam_decay:g} times the weights to"
             " the gradient, and their ratio changes with the width.",
             fix="Use AdamW, or set optimizer.weight_decay = 0.",
-            keys=("mup.base", "optimizer.name", "optimizer.weight_decay"),
         )
     if "SGD" in names and max_norm:
         yield ConfigError(
             f"mup.base: training.max_norm = {max_norm:g} scales down the updates of SGD, and the"
             " norm of the whole gradient grows with the width.",
             fix="Set training.max_norm = 0, or use AdamW.",
-            keys=("mup.base", "optimizer.name", "training.max_norm"),
         )

@@ -177,8 +177,7 @@ def check_activation_checkpoint(
     option_key = "activation_checkpoint.selective_ac_option"
     if config.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
         yield ConfigError(
-            f'{option_key} = "{option}": must be a number of blocks such as "2", or "op".',
-            keys=(option_key,),
+            f'{option_key} = "{option}": must be a number of blocks such as "2", or "op".'
         )
     if config.mode == "memory_budget" and not compiled:
         yield ConfigError(
@@ -186,7 +185,6 @@ def check_activation_checkpoint(
             " compiled.",
             fix='Set compile.enable = true with "model" among compile.components, or use another'
             " mode.",
-            keys=(mode,),
         )
     if config.offload and config.per_operation:
         yield ConfigError(
@@ -194,5 +192,4 @@ def check_activation_checkpoint(
             " saves in its own cache, which cannot be offloaded.",
             fix=f'Set activation_checkpoint.offload = false, {mode} = "full", or {option_key} to a'
             ' number of blocks such as "2".',
-            keys=("activation_checkpoint.offload", option_key),
         )

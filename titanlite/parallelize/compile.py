@@ -157,8 +157,7 @@ def check_compiler(
         known = ", ".join(torch.compiler.list_backends())
         yield ConfigError(
             f'compile.backend = "{config.backend}": unknown to this torch, which has {known}, and'
-            " aot_eager and eager for debugging.",
-            keys=("compile.backend",),
+            " aot_eager and eager for debugging."
         )
     by_inductor = compiles_optimizer or (config.enable and config.backend == "inductor")
     missing, fix = _find_missing_compiler(device_type) if by_inductor else ("", "")
@@ -167,7 +166,6 @@ def check_compiler(
             f"{missing}, which torch.compile (used for compile.enable, optimizer.state_dtype and"
             " optimizer.offload) needs.",
             fix=f'{fix}, or set compile.enable = false and optimizer.implementation = "for-loop".',
-            keys=("compile.enable",),
         )
 
 

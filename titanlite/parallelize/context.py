@@ -93,7 +93,6 @@ def check_context_parallel(
         f"parallelism.context_parallel_degree = {context}: cannot shard {seq_len_key} = {seq_len}"
         f" evenly over {ranks}.",
         fix=f"Set {seq_len_key} to a multiple of {divisor}.",
-        keys=("parallelism.context_parallel_degree", seq_len_key),
     )
 
 

@@ -237,14 +237,12 @@ def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iter
             yield ConfigError(
                 f"{key} = {degrees.expert}: the model has no experts.",
                 fix=f"Set {key} = 1, or choose a model with experts.",
-                keys=(key, "model.name", "model.flavor"),
             )
         return
     if experts.count % degrees.expert:
         yield ConfigError(
             f"{key} = {degrees.expert}: does not divide the {experts.count} experts of the model.",
             fix=f"Use a divisor of {experts.count}.",
-            keys=(key,),
         )
     tensor_key = "parallelism.tensor_parallel_degree"
     expert_tensor = "parallelism.expert_tensor_parallel_degree"
@@ -256,12 +254,10 @@ def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iter
             f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of an expert,"
             f" {experts.hidden_dim}.",
             fix=fix,
-            keys=(tensor_key, expert_tensor),
         )
     if experts.shared_dim % degrees.tensor:
         yield ConfigError(
             f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of the shared"
             f" experts, {experts.shared_dim}.",
             fix=f"Use a divisor of {experts.shared_dim}.",
-            keys=(tensor_key,),
         )

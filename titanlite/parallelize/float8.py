@@ -127,7 +127,6 @@ def torchao() -> ModuleType:
         raise ConfigError(
             f"{SECTION}.recipe_name: Float8 needs torchao, which cannot be imported ({missing}).",
             fix='Install it with "pip install torchao" (tested: 0.18.0).',
-            keys=(f"{SECTION}.recipe_name",),
         ) from missing
     finally:
         for noisy, level in zip(loggers, levels, strict=True):
@@ -270,18 +269,16 @@ def check_float8(
         return
     recipe = config.recipe_name
     if config.enable_fsdp_float8_all_gather and recipe != "tensorwise":
-        yield _float8_error(
+        yield ConfigError(
             f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
             f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
-            'Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
-            "enable_fsdp_float8_all_gather",
+            fix='Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
         )
     if AUTO_FILTER in config.filter_fqns and config.recipe_name == "rowwise_with_gw_hp":
-        yield _float8_error(
+        yield ConfigError(
             f'{SECTION}.filter_fqns: torchao has no measurements for "{AUTO_FILTER}" with'
             f' recipe_name = "{config.recipe_name}".',
-            "List the layers by name, or use another recipe.",
-            "filter_fqns",
+            fix="List the layers by name, or use another recipe.",
         )
         return
     try:
@@ -295,14 +292,13 @@ def check_float8(
     yield from _check_shards(config, model, spec.tp_plan, sizes.head_width, degrees)
     needs_alignment = not config.emulate and config.recipe_name != "rowwise_with_gw_hp"
     if needs_alignment and tokens % ALIGNMENT:
-        yield _float8_error(
+        yield ConfigError(
             f"{SECTION}.recipe_name: a micro-batch of {tokens} tokens a rank (sequences x"
             " training.seq_len / context-parallel ranks) is not a multiple of"
             f" {ALIGNMENT}, as Float8 hardware needs.",
-            "Change training.local_batch_size (with pipeline parallelism"
+            fix="Change training.local_batch_size (with pipeline parallelism"
             " parallelism.pipeline_parallel_microbatch_size), training.seq_len or"
             f" parallelism.context_parallel_degree, or set {SECTION}.emulate = true.",
-            "recipe_name",
         )
 
 
@@ -313,18 +309,16 @@ def _check_filters(config: Float8Config, model: nn.Module) -> Iterator[ConfigErr
     for part in config.filter_fqns:
         if part != AUTO_FILTER and not any(part in name for name in names):
             known = ", ".join(dict.fromkeys(_block_patterns(names)))
-            yield _float8_error(
+            yield ConfigError(
                 f'{SECTION}.filter_fqns: "{part}" matches no linear layer.',
-                f"Remove it; the linear layers are {known}.",
-                "filter_fqns",
+                fix=f"Remove it; the linear layers are {known}.",
             )
     if not selected:
         shown = "; ".join(f"{name}: {reason}" for name, reason in list(excluded.items())[:3])
-        yield _float8_error(
+        yield ConfigError(
             f'{SECTION}.recipe_name = "{config.recipe_name}": no linear layer would be Float8'
             f" ({shown}; ...).",
-            "Change filter_fqns or the sizes of the model, or remove the recipe.",
-            "recipe_name",
+            fix="Change filter_fqns or the sizes of the model, or remove the recipe.",
         )
 
 
@@ -353,20 +347,18 @@ def _check_shards(
             uneven[pattern] = f"{rows}"
     if unaligned and not config.emulate:
         shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
-        yield _float8_error(
+        yield ConfigError(
             f"parallelism.tensor_parallel_degree = {degrees.tensor}: makes shards of {shown};"
             f" Float8 hardware needs multiples of {ALIGNMENT}.",
-            f"Use a smaller degree, or add these layers to {SECTION}.filter_fqns.",
-            "filter_fqns",
+            fix=f"Use a smaller degree, or add these layers to {SECTION}.filter_fqns.",
         )
     if uneven and config.enable_fsdp_float8_all_gather:
         shown = ", ".join(f"{name} ({rows})" for name, rows in uneven.items())
-        yield _float8_error(
+        yield ConfigError(
             f"{SECTION}.enable_fsdp_float8_all_gather = true: {fsdp_ranks} ranks do not divide the"
             f" rows of {shown}, and torchao all-gathers only shards of equal size.",
-            f"Add these layers to {SECTION}.filter_fqns, use other degrees, or remove"
+            fix=f"Add these layers to {SECTION}.filter_fqns, use other degrees, or remove"
             " enable_fsdp_float8_all_gather.",
-            "enable_fsdp_float8_all_gather",
         )
 
 
@@ -378,26 +370,20 @@ def check_float8_device(
     if config.recipe_name is None or (gpu is not None and gpu.supports_float8):
         return
     if not config.emulate:
-        yield _float8_error(
+        yield ConfigError(
             f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({gpu or "a CPU"}) has no'
             " Float8 matmuls; a GPU of compute capability 8.9 or later has.",
-            f"Set {SECTION}.emulate = true to try it here, slowly.",
-            "emulate",
+            fix=f"Set {SECTION}.emulate = true to try it here, slowly.",
         )
     elif gpu is not None and compiles_blocks and not gpu.compiles_float8:
-        yield _float8_error(
+        yield ConfigError(
             f"{SECTION}.emulate = true: torch {torch.__version__} compiles casts to Float8 for GPUs"
             f" of compute capability 8.9 or later only; this device is {gpu}.",
-            f"Use torch {FLOAT8_FALLBACK_SINCE} or newer, compile.enable = false, or"
+            fix=f"Use torch {FLOAT8_FALLBACK_SINCE} or newer, compile.enable = false, or"
             ' compile.components = ["loss"].',
-            "emulate",
         )
 
 
 def _block_patterns(names: list[str]) -> list[str]:
     """Each name with its block number replaced by `*`, because blocks are alike."""
     return [re.sub(r"\.\d+\.", ".*.", name) for name in names]
-
-
-def _float8_error(message: str, fix: str, key: str) -> ConfigError:
-    return ConfigError(message, fix=fix, keys=(f"{SECTION}.{key}",))

@@ -160,7 +160,6 @@ def _check_microbatch_size(config: ParallelismConfig, local_batch: int) -> Itera
             f"{MICROBATCH_KEY} = {size}: does not divide"
             f" training.local_batch_size = {local_batch}.",
             fix=f"Use a divisor of {local_batch}.",
-            keys=(MICROBATCH_KEY, "training.local_batch_size"),
         )
 
 
@@ -187,7 +186,6 @@ def _give_parameters_to_each_rank(
             f'parallelism.module_fqns_per_model_part: the last rank would have "{output}" only,'
             " whose weight the first rank trains (tied embeddings), and no parameter of its own.",
             fix=f'Move "{before[-1]}" to the last stage.',
-            keys=("parallelism.module_fqns_per_model_part",),
         )
     return [*stages[:-2], before[:-1], [before[-1], output]]
 
@@ -209,7 +207,6 @@ def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _St
             f" parallelism.{key} makes {stages} stages for {ranks} ranks.",
             fix=f"Make {per_rank * ranks} stages"
             f"{'' if exact else f', or a larger multiple of {ranks}'}.",
-            keys=(SCHEDULE_KEY, DEGREE_KEY, f"parallelism.{key}"),
         )
     return _StageAssignment(schedule, assign_stages(schedule, ranks, stages))
 
@@ -226,7 +223,6 @@ def _assign_stages_by_csv(
             f"{_schedule_setting(config)}: is for {len(order)} ranks and {len(rank_of)} stages;"
             f" the job has {ranks} ranks and {stages} stages.",
             fix=f"Change {' or '.join(('the file', *keys))}.",
-            keys=(CSV_KEY, *keys),
         )
     splits_backward = any(action.kind == "weight" for actions in order for action in actions)
     return _StageAssignment(ScheduleSpec(splits_backward=splits_backward), rank_of)
@@ -255,14 +251,12 @@ def _check_schedule(
             f" training.local_batch_size = {local_batch} in micro-batches of {size} makes"
             f" {microbatches}.",
             fix=f"Change training.local_batch_size or {MICROBATCH_KEY}.",
-            keys=(SCHEDULE_KEY, CSV_KEY, MICROBATCH_KEY, "training.local_batch_size"),
         )
     if assignment.schedule.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
         yield ConfigError(
             f"{_schedule_setting(config)}: splits the backward, which needs torch 2.13 or newer;"
             f" this is {torch.__version__}.",
             fix="Install a newer torch, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS.",
-            keys=(SCHEDULE_KEY, CSV_KEY),
         )
     splits_backward &= assignment.schedule.splits_backward
     if splits_backward and config.fsdp_reshard_after_forward == "always":
@@ -270,5 +264,4 @@ def _check_schedule(
             'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
             f" gradients under {_schedule_setting(config)}, which splits the backward.",
             fix='Use "default" or "never", or recompute or compile, which keep the backward whole.',
-            keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE_KEY),
         )

@@ -139,7 +139,6 @@ def read_schedule_csv(path: Path) -> list[list[PipelineAction]]:
         raise ConfigError(
             f'{CSV_KEY} = "{path}": cannot be read ({reason}).',
             fix="Give a file with one line per pipeline rank.",
-            keys=(CSV_KEY,),
         ) from None
     return [_parse_csv_row(path, number, row) for number, row in rows]
 
@@ -221,7 +220,7 @@ def format_action(action: PipelineAction) -> str:
 
 
 def _csv_error(path: Path, problem: str, fix: str) -> ConfigError:
-    return ConfigError(f'{CSV_KEY} = "{path}": {problem}', fix=fix, keys=(CSV_KEY,))
+    return ConfigError(f'{CSV_KEY} = "{path}": {problem}', fix=fix)
 
 
 class ScheduleDeadlock(Exception):

@@ -48,7 +48,6 @@ def partition_model(
             f" {len(blocks)} blocks (model.n_layers).",
             fix=f"Use {len(blocks)} stages or fewer, or list the modules of each stage in"
             f" parallelism.{_NAMES_KEY}.",
-            keys=(f"parallelism.{_DEGREE_KEY}", "model.n_layers", f"parallelism.{_PER_STAGE_KEY}"),
         )
     if all(getattr(config, key) is None for key in _COUNT_KEYS):
         return balance_stages(costs, stages)
@@ -117,7 +116,6 @@ def _partition_by_count(
             f"parallelism.{_FIRST_KEY} = {first} and {_LAST_KEY} = {last}: leave {counts[0]} blocks"
             f" for the first and {counts[-1]} for the last of {stages} stages.",
             fix="Use smaller numbers, or remove all keys that count layers, to balance by cost.",
-            keys=(f"parallelism.{_FIRST_KEY}", f"parallelism.{_LAST_KEY}"),
         )
     first_block, end_block = names.index(blocks[0]), names.index(blocks[-1]) + 1
     edges = [0, *accumulate(counts)]
@@ -137,7 +135,7 @@ def _check_names(stages: list[list[str]], names: list[str]) -> Iterator[ConfigEr
 
     def error(problem: str, fix: str) -> ConfigError:
         key = f"parallelism.{_NAMES_KEY}"
-        return ConfigError(f"{key}: {problem}", fix, keys=(key,))
+        return ConfigError(f"{key}: {problem}", fix)
 
     listed = [name for stage in stages for name in stage]
     for name in dict.fromkeys(listed):

@@ -180,7 +180,6 @@ def check_tensor_parallel(
             yield ConfigError(
                 f"{key} = {tensor}: does not divide model.{field} = {size}.",
                 fix=f"Use a divisor of {size}.",
-                keys=(key, f"model.{field}"),
             )
     kv_heads = sizes.n_kv_heads
     if kv_heads % tensor and tensor % kv_heads:
@@ -188,7 +187,6 @@ def check_tensor_parallel(
             f"{key} = {tensor}: neither divides model.n_kv_heads = {kv_heads} nor is a multiple"
             " of it.",
             fix=f"Use a divisor of {kv_heads}, or a multiple (each head is then replicated).",
-            keys=(key, "model.n_kv_heads"),
         )
     # Under context parallel, check_context_parallel checks the length of a shard instead.
     if seq_len % tensor and degrees.context == 1:
@@ -196,5 +194,4 @@ def check_tensor_parallel(
             f"{key} = {tensor}: does not divide {seq_len_key} = {seq_len}; sequence parallel shards"
             " the residual stream over the tensor-parallel ranks.",
             fix=f"Set {seq_len_key} to a multiple of {tensor}.",
-            keys=(key, seq_len_key),
         )

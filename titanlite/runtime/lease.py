@@ -58,7 +58,6 @@ def acquire_lease(
         raise ConfigError(
             f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.",
             fix=f"Use a writable folder, or another {key}.",
-            keys=(key,),
         ) from error
     return Lease(path, *created, heartbeat_seconds)
 
@@ -273,7 +272,6 @@ def lease_conflict_error(key: str, folder: object, holder: str) -> ConfigError:
     return ConfigError(
         f"{key} = {folder}: another job is writing there: {holder}.",
         fix=f"Use another {key}, or end that process first.",
-        keys=(key,),
     )
 
 

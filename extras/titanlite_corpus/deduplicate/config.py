@@ -42,7 +42,6 @@ def check_deduplicate(config: DeduplicateConfig) -> list[ConfigError]:
                 f"deduplicate.bands = {config.bands} times deduplicate.rows = {config.rows} is"
                 f" {config.bands * config.rows:,} permutations; at most {MAX_PERMUTATIONS:,}.",
                 fix="FineWeb has 14 bands of 8 rows.",
-                keys=("deduplicate.bands", "deduplicate.rows"),
             )
         )
     for name in config.benchmarks:
@@ -56,7 +55,7 @@ def check_deduplicate(config: DeduplicateConfig) -> list[ConfigError]:
         else:
             continue
         key = "deduplicate.benchmarks"
-        problems.append(ConfigError(f'{key}: "{name}": {reason}', keys=(key,)))
+        problems.append(ConfigError(f'{key}: "{name}": {reason}'))
     return problems
 
 

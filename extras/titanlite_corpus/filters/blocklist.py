@@ -47,7 +47,6 @@ class BlocklistRule:
             raise ConfigError(
                 'filter.rules contains "blocklist", but no list is given.',
                 fix="Give a file as filter.blocklist.words or filter.blocklist.links.",
-                keys=("filter.rules",),
             )
         self._config = config
         entries = _read_list("words", config.words)
@@ -125,15 +124,11 @@ def _read_list(key: str, path: str) -> list[str]:
         raise ConfigError(
             f'filter.blocklist.{key} = "{path}": cannot be read ({reason}).',
             fix="Give a text file (UTF-8) with one entry a line.",
-            keys=(f"filter.blocklist.{key}",),
         ) from None
     entries = [line.strip().lower() for line in lines]
     entries = sorted({entry for entry in entries if entry and not entry.startswith("#")})
     if not entries:
-        raise ConfigError(
-            f'filter.blocklist.{key} = "{path}": the file has no entries.',
-            keys=(f"filter.blocklist.{key}",),
-        )
+        raise ConfigError(f'filter.blocklist.{key} = "{path}": the file has no entries.')
     return entries
 
 

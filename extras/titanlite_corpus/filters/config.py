@@ -72,7 +72,6 @@ def check_filter(config: FilterConfig, allow_code: bool) -> list[ConfigError]:
             ConfigError(
                 f"filter.rules contains {', '.join(functions)}: code, which is not allowed.",
                 fix="If you trust it, allow it on the command line: --allow-code.",
-                keys=("filter.rules",),
             )
         ]
     return _open_valid_rules(config)[1]
@@ -85,7 +84,7 @@ def _open_valid_rules(config: FilterConfig) -> tuple[dict[str, Rule], list[Confi
     for name in config.rules:
         try:
             if name in rules:
-                raise ConfigError(f'filter.rules: contains "{name}" twice.', keys=("filter.rules",))
+                raise ConfigError(f'filter.rules: contains "{name}" twice.')
             rules[name] = _open_rule(name, config)
         except ConfigError as error:
             problems.append(error)
@@ -99,7 +98,6 @@ def _open_rule(name: str, config: FilterConfig) -> Rule:
         raise ConfigError(
             f'filter.rules contains "{name}", which is not a rule.',
             fix=f"Rules are {', '.join(RULES)}, and functions as package.module:function.",
-            keys=("filter.rules",),
         )
     return RULES[name](getattr(config, name))
 

@@ -36,7 +36,6 @@ class LanguageRule:
                 f"filter.language.keep = {config.keep}: py3langid does not know"
                 f" {', '.join(unknown)}.",
                 fix=f"Its languages are {' '.join(sorted(self._identifier.labels))}.",
-                keys=("filter.language.keep",),
             )
 
     def apply(self, block: TextBlock, kept: np.ndarray) -> RuleResult:
@@ -57,6 +56,6 @@ class LanguageRule:
 @cache
 def _load_identifier() -> Any:
     """Loading takes a second, so once in a process; raises ConfigError."""
-    needed_by, keys = 'filter.rules contains "language", which', ("filter.rules",)
-    langid = import_extra("py3langid.langid", "languages", needed_by, keys)
+    needed_by = 'filter.rules contains "language", which'
+    langid = import_extra("py3langid.langid", "languages", needed_by)
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

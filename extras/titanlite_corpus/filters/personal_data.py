@@ -75,8 +75,7 @@ class PersonalDataRule:
         for name in ("mail", "ip", "key"):
             if "\\" in (value := getattr(config, name)):
                 raise ConfigError(
-                    f'filter.personal_data.{name} = "{value}": must not contain a backslash.',
-                    keys=(f"filter.personal_data.{name}",),
+                    f'filter.personal_data.{name} = "{value}": must not contain a backslash.'
                 )
         self._config = config
 

@@ -52,8 +52,7 @@ class GopherRepetitionRule:
             if len(values := getattr(config, name)) != len(sizes):
                 raise ConfigError(
                     f"filter.gopher_repetition.{name} = {values}: must be {len(sizes)} numbers, for"
-                    f" n-grams of {', '.join(map(str, sizes))} words.",
-                    keys=(f"filter.gopher_repetition.{name}",),
+                    f" n-grams of {', '.join(map(str, sizes))} words."
                 )
         self._config = config
 

@@ -66,12 +66,10 @@ def import_function(path: str) -> UserFunction:
             f'filter.rules contains "{path}": cannot be imported ({error}).',
             fix='Write it as "package.module:function", of a module that is installed or in the'
             " working directory.",
-            keys=("filter.rules",),
         ) from None
     if not callable(function):
         raise ConfigError(
-            f'filter.rules contains "{path}": is {type(function).__name__}, not a function.',
-            keys=("filter.rules",),
+            f'filter.rules contains "{path}": is {type(function).__name__}, not a function.'
         )
     return function
 

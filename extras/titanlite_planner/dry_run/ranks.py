@@ -107,9 +107,7 @@ def check_dry_run(job: Job) -> Iterator[ConfigError]:
     ):
         if value:
             yield ConfigError(
-                f"dry run: {key} cannot be traced: {reason}.",
-                fix=f"Remove {key} for the dry run.",
-                keys=(key,),
+                f"dry run: {key} cannot be traced: {reason}.", fix=f"Remove {key} for the dry run."
             )
 
 
