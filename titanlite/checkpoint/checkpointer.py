@@ -36,10 +36,9 @@ from titanlite.checkpoint.step_folders import StepFolders
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
 from titanlite.distributed.collectives import (
-    capture_user_error,
     gather_from_all_ranks,
     gather_problems,
-    raise_on_all_ranks,
+    run_on_all_ranks,
 )
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import CheckpointError, UserError
@@ -387,12 +386,9 @@ class Checkpointer:
     def _load_hugging_face(
         self, folder: StorageFolder, model: nn.Module, properties: dict[str, Any]
     ) -> None:
-        opened, problem = capture_user_error(
+        source, facts = run_on_all_ranks(
             lambda: (open_hugging_face(folder), read_published_facts(folder))
         )
-        raise_on_all_ranks(problem)
-        assert opened is not None
-        source, facts = opened
         self.files |= facts
         saved = {"model": dataclasses.asdict(source.sizes)}
         allowed = self.config.allow_changes

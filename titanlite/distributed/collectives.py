@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -214,6 +214,13 @@ def capture_user_error(function: Callable[[], T]) -> tuple[T | None, UserError |
         return function(), None
     except UserError as error:
         return None, error
+
+
+def run_on_all_ranks(function: Callable[[], T]) -> T:
+    """Call `function` on every rank; return its result, or raise the UserErrors of all ranks."""
+    result, problem = capture_user_error(function)
+    raise_on_all_ranks(problem)
+    return cast(T, result)
 
 
 def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -17,12 +17,7 @@ from torch import nn
 
 from titanlite.checkpoint import Checkpointer
 from titanlite.data import SampleStream
-from titanlite.distributed.collectives import (
-    AsyncMax,
-    capture_user_error,
-    raise_on_all_ranks,
-    run_on_rank_0,
-)
+from titanlite.distributed.collectives import AsyncMax, run_on_all_ranks, run_on_rank_0
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import Mesh, build_mesh
 from titanlite.distributed.process_group import RankContext, choose_device, join_process_group
@@ -212,8 +207,7 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
     """The parallelized model with its initial weights."""
     config, device = job.config, rank.device
     if config.compiles:
-        _, problem = capture_user_error(lambda: prepare_compiler(device))
-        raise_on_all_ranks(problem)
+        run_on_all_ranks(lambda: prepare_compiler(device))
     kernel = run_on_rank_0(
         lambda: choose_kernel(
             config.attention,
@@ -314,7 +308,6 @@ def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -
 
 def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
-
     past = state.parts["rollbacks"]
     rollbacks = len(past.history.tries) if isinstance(past, SavedRollbacks) else 0
 
@@ -340,7 +333,4 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
             ) from error
         return sinks
 
-    sinks, problem = capture_user_error(MetricSinks if rank.rank else open_all)
-    raise_on_all_ranks(problem)
-    assert sinks is not None
-    return sinks
+    return run_on_all_ranks(MetricSinks if rank.rank else open_all)

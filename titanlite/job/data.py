@@ -22,11 +22,7 @@ from titanlite.data import (
     rank_slices,
     repeated_sources,
 )
-from titanlite.distributed.collectives import (
-    capture_user_error,
-    gather_from_all_ranks,
-    raise_on_all_ranks,
-)
+from titanlite.distributed.collectives import gather_from_all_ranks, run_on_all_ranks
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.process_group import RankContext
 from titanlite.errors import ConfigError, UserError
@@ -146,9 +142,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         check_stream_length(stream, job.batches, job.config.training.steps)
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
-    opened, problem = capture_user_error(open_all)
-    raise_on_all_ranks(problem)
-    assert opened is not None
+    opened = run_on_all_ranks(open_all)
     for source in job.config.data.sources if rank.rank == 0 else ():
         if source.format == TEXT:
             logger.info(
