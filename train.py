@@ -1,6 +1,6 @@
 """Train a language model: torchrun --nproc_per_node N train.py --job.config_file run.toml
 
-`python train.py --help` lists every setting, `--help parallelism` those of one section.
+`python train.py --help` lists every setting, `--help parallelism model` those of two sections.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from titanlite.training.loop import train
 
 def main(argv: list[str]) -> int:
     """Run train.py with the arguments `argv`; returns the exit code."""
-    if "--help" in argv or "-h" in argv:
+    if help_at := next((at for at, text in enumerate(argv, 1) if text in ("--help", "-h")), 0):
         from titanlite.config_reference import print_help  # only runs of --help need it
 
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
-        sections = [name for name in argv if not name.startswith("-")]
-        return print_help(__doc__, JobConfig, *sections[:1])
+        return print_help(__doc__, JobConfig, argv[help_at:])
     began = time.monotonic()
     rank, world_size = launched_rank_and_world_size()
     exit_with_launcher()

@@ -319,8 +319,8 @@ def test_help_lists_every_key_with_its_comment():
     assert "an integer; only 1 is supported" in text
     assert "number of updates" in text and '"fast" | "exact"' in text
     with pytest.raises(ConfigError, match=r"--help tran: there is no section \[tran\]"):
-        list(help_text(Schema, "tran"))
-    of_train = "\n".join(help_text(Schema, "train"))
+        list(help_text(Schema, ["tran"]))
+    of_train = "\n".join(help_text(Schema, ["train"]))
     assert all((f"--{key} " in of_train) == key.startswith("train.") for key in all_keys(Schema))
     section = list_sections(Schema)[1]
     assert section.summary == "Optimisation." and section.keys[1].meaning == ""
@@ -383,7 +383,7 @@ def test_a_key_of_another_value_is_refused_with_the_values_that_have_it():
 
 
 def test_help_shows_further_keys_with_their_value():
-    text = "\n".join(help_text(Drawing, "shape"))
+    text = "\n".join(help_text(Drawing, ["shape"]))
     assert '[shape] with kind = "circle"' in text
     assert "--shape.radius  (a number of at least 0; default 1)\n      half of the width" in text
     assert {"shape.side", "shape.radius"} <= set(all_keys(Drawing))

@@ -8,7 +8,7 @@ import io
 import sys
 import tokenize
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -108,21 +108,20 @@ def _read_field_comments(schema: type) -> dict[str, str]:
     return comments
 
 
-def help_text(schema: type, name: str | None = None) -> Iterator[str]:
+def help_text(schema: type, names: Sequence[str] = ()) -> Iterator[str]:
     """Every setting with its type, default and meaning, as lines for `--help`.
 
-    With `name`, of that section and its subsections only; raises ConfigError if there is none.
+    With `names`, of these sections and their subsections; raises ConfigError if there is none.
     """
     sections = list_sections(schema)
-    if name is not None:
-        shown = [s for s in sections if f"{s.name}.".startswith(f"{name}.")]
-        if not shown:
+    for name in names:
+        if not any(f"{section.name}.".startswith(f"{name}.") for section in sections):
             raise ConfigError(
                 f"--help {name}: there is no section [{name}].",
                 fix=f"Sections: {', '.join(dict.fromkeys(section.name for section in sections))}.",
             )
-        sections = shown
-    for section in sections:
+    shown = tuple(f"{name}." for name in names) or ("",)
+    for section in (s for s in sections if f"{s.name}.".startswith(shown)):
         condition = f" with {section.condition}" if section.condition else ""
         yield f"\n[{section.name}]{condition}  {section.summary}"
         for key in section.keys:
@@ -131,12 +130,12 @@ def help_text(schema: type, name: str | None = None) -> Iterator[str]:
                 yield f"      {key.meaning}"
 
 
-def print_help(title: str, schema: type, section: str | None = None) -> int:
-    """Print the title and every setting, or those of one section; returns the exit code."""
+def print_help(title: str, schema: type, names: Sequence[str]) -> int:
+    """Print the title and every setting, or those of some sections; returns the exit code."""
     try:
-        lines = list(help_text(schema, section))
+        lines = list(help_text(schema, names))
     except ConfigError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    print(*([] if section else [title]), *lines, sep="\n")
+    print(*([] if names else [title]), *lines, sep="\n")
     return EXIT_DONE
