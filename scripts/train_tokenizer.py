@@ -12,13 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
 from titanlite.data import open_tokenizer
-from titanlite.data.text import (
-    INPUT_KINDS,
-    MAX_DOCUMENT_BYTES,
-    find_files,
-    list_file_ranges,
-    read_documents,
-)
+from titanlite.data.text import MAX_DOCUMENT_BYTES, list_file_ranges, read_documents
+from titanlite.data.text_files import INPUT_KINDS, find_files
 from titanlite.data.tokenizer import well_formed
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, log_every, pluralize

@@ -15,8 +15,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import xxhash
 
-from titanlite.data.text import Document, FileRange, ProblemHandler, ReadProblem, TextRules
-from titanlite.data.text_files import too_long_error
+from titanlite.data.text import Document, ProblemHandler, ReadProblem, TextRules
+from titanlite.data.text_files import FileRange, too_long_error
 from titanlite.data.urls import storage_errors
 from titanlite.errors import ConfigError, DataError, UserError
 from titanlite_corpus.documents import TABLE_BYTES

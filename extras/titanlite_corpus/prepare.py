@@ -20,13 +20,8 @@ from typing import Any
 from titanlite.data.manifest import ShardRecord, is_shard_intact
 from titanlite.data.open_tokenizer import open_tokenizer, tokenizer_from_bytes
 from titanlite.data.shards import open_corpus
-from titanlite.data.text import (
-    MAX_DOCUMENT_BYTES,
-    FileRange,
-    find_files,
-    list_file_ranges,
-    read_documents,
-)
+from titanlite.data.text import MAX_DOCUMENT_BYTES, list_file_ranges, read_documents
+from titanlite.data.text_files import FileRange, find_files
 from titanlite.data.tokenizer import BYTES, Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically

@@ -10,17 +10,15 @@ from typing import Any, Literal
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # pyarrow has no stubs
 
 from titanlite.data.text import (
-    SUFFIXES,
     Document,
-    FileRange,
     ProblemHandler,
     ReadProblem,
     TextRules,
-    find_files,
     list_file_ranges,
     raise_problem,
     read_located_documents,
 )
+from titanlite.data.text_files import SUFFIXES, FileRange, find_files
 from titanlite.data.tokenizer import well_formed
 from titanlite.errors import DataError
 from titanlite.settings import Positive

@@ -11,14 +11,13 @@ from typing import IO, Any
 
 from titanlite.data.text import (
     Document,
-    FileRange,
     ProblemHandler,
     ReadProblem,
     TextRules,
     decompress,
     report_failures,
 )
-from titanlite.data.text_files import open_text_file, too_long_error
+from titanlite.data.text_files import FileRange, open_text_file, too_long_error
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite_corpus.extras import import_extra

@@ -17,13 +17,8 @@ from tests.checkpoint.object_store import needs_s3, open_store
 from tests.data.test_stream import write_corpus
 from titanlite.data import SourceConfig, open_sample_stream, open_tokenizer
 from titanlite.data.formats import open_token_source
-from titanlite.data.text import (
-    TextRules,
-    find_files,
-    list_file_ranges,
-    raise_problem,
-    read_located_documents,
-)
+from titanlite.data.text import TextRules, list_file_ranges, raise_problem, read_located_documents
+from titanlite.data.text_files import find_files
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite_corpus.engine import LocalEngine

@@ -16,14 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from titanlite.data import text
-from titanlite.data.text import (
-    FileRange,
-    ReadProblem,
-    TextRules,
-    find_files,
-    list_file_ranges,
-    read_located_documents,
-)
+from titanlite.data.text import ReadProblem, TextRules, list_file_ranges, read_located_documents
+from titanlite.data.text_files import FileRange, find_files
 from titanlite.errors import DataError
 from titanlite.log import logger
 

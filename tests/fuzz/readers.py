@@ -14,13 +14,8 @@ import xxhash
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
 from titanlite.data import open_corpus, open_tokenizer
-from titanlite.data.text import (
-    TextRules,
-    describe_file,
-    find_files,
-    list_file_ranges,
-    read_documents,
-)
+from titanlite.data.text import TextRules, list_file_ranges, read_documents
+from titanlite.data.text_files import describe_file, find_files
 from titanlite.errors import UserError
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import read_schedule_csv

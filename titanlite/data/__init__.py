@@ -14,7 +14,6 @@ from titanlite.data.mixing import (
     describe_mixture,
     repeated_sources,
 )
-from titanlite.data.mixture import MixtureQuotas
 from titanlite.data.open_tokenizer import open_tokenizer
 from titanlite.data.order import (
     PositionWindow,
@@ -24,15 +23,10 @@ from titanlite.data.order import (
     window_lr_factor,
 )
 from titanlite.data.sample_source import SourceConfig
-from titanlite.data.shards import (
-    Corpus,
-    CorpusManifest,
-    open_corpus,
-    verify_corpus,
-)
+from titanlite.data.shards import Corpus, open_corpus, verify_corpus
 from titanlite.data.stream import DataConfig, SampleStream, check_bos, open_sample_stream
 from titanlite.data.text_source import merge_positions
-from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
+from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.validation_set import ValidationSet, open_validation
 
@@ -42,17 +36,13 @@ __all__ = [
     "BatchDump",
     "Corpus",
     "CorpusChecks",
-    "CorpusManifest",
     "DataConfig",
     "MixtureConfig",
-    "MixtureQuotas",
     "PhaseConfig",
     "PositionWindow",
     "SampleOrder",
     "SampleStream",
     "SourceConfig",
-    "SourceOpener",
-    "SourceRecord",
     "SourceShare",
     "TokenSource",
     "Tokenizer",

@@ -19,7 +19,8 @@ from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
 
 from titanlite.data.manifest import hash_sampled_blocks
 from titanlite.data.random_bits import GOLDEN, hash_key, mix
-from titanlite.data.text import COMPRESSIONS, FileRange, read_documents
+from titanlite.data.text import COMPRESSIONS, read_documents
+from titanlite.data.text_files import FileRange
 from titanlite.data.urls import is_data_url
 from titanlite.errors import DataError
 

@@ -17,12 +17,9 @@ from typing import IO, NamedTuple, NoReturn
 
 from titanlite.data.parquet_text import count_row_groups, read_parquet_rows
 from titanlite.data.text_files import (
-    INPUT_KINDS,
-    SUFFIXES,
     UNKNOWN_END,
     FileRange,
     describe_file,
-    find_files,
     not_utf8_error,
     open_text_file,
     too_long_error,
@@ -30,24 +27,6 @@ from titanlite.data.text_files import (
 from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite.files import parse_json
-
-__all__ = [
-    "COMPRESSIONS",
-    "INPUT_KINDS",
-    "MAX_DOCUMENT_BYTES",
-    "SUFFIXES",
-    "Document",
-    "FileRange",
-    "ReadProblem",
-    "TextRules",
-    "decompress",
-    "find_files",
-    "list_file_ranges",
-    "raise_problem",
-    "read_documents",
-    "read_located_documents",
-    "report_failures",
-]
 
 TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
 MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory

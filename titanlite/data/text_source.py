@@ -22,7 +22,8 @@ from titanlite.data.lanes import (
     hash_division,
     hash_file_samples,
 )
-from titanlite.data.text import find_files, list_file_ranges
+from titanlite.data.text import list_file_ranges
+from titanlite.data.text_files import find_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import CheckpointError, DataError

@@ -20,7 +20,8 @@ from titanlite.data.sample_source import (
     open_text_encoder,
 )
 from titanlite.data.shards import id_type_of
-from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.data.text import list_file_ranges, read_documents
+from titanlite.data.text_files import find_files
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError

@@ -31,7 +31,8 @@ from rich.progress import (
 )
 
 from titanlite.data import open_tokenizer, verify_corpus
-from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
+from titanlite.data.text import MAX_DOCUMENT_BYTES
+from titanlite.data.text_files import INPUT_KINDS
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, pluralize
 from titanlite_corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine

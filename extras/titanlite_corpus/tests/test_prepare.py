@@ -23,7 +23,8 @@ from conftest import HANG_SECONDS
 from tests.data.test_tokenizer import write_tokenizer_json
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
 from titanlite.data.parquet_text import _refuse_expansion
-from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.data.text import list_file_ranges, read_documents
+from titanlite.data.text_files import find_files
 from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
 from titanlite_corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
@@ -335,7 +336,8 @@ def test_an_error_in_a_worker_is_reported_unchanged(tmp_path):
 MEMORY = """
 import resource, sys
 from titanlite.data.parquet_text import _refuse_expansion
-from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.data.text import list_file_ranges, read_documents
+from titanlite.data.text_files import find_files
 from titanlite.errors import UserError, format_error
 
 import pyarrow.parquet

@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from titanlite.data.text import Document, ReadProblem, TextRules, describe_file
+from titanlite.data.text import Document, ReadProblem, TextRules
+from titanlite.data.text_files import describe_file
 from titanlite.data.urls import StorageError
 from titanlite.errors import ConfigError, DataError
 from titanlite_corpus.datasets_library import list_dataset_ranges, read_dataset_rows
