@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import stat
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -24,6 +23,8 @@ class OpenFiles:
     read, the error names the file; with a memory mapping, SIGBUS would end the process.
     """
 
+    reads_together = False  # `read_all` is faster than `read` for each, as over a network
+
     def __init__(self, max_open: int | None = None):
         """`max_open`: files to keep open; None: at most half of the process's descriptors."""
         self._max_open, self._expected = max_open, 0
@@ -37,6 +38,11 @@ class OpenFiles:
             allowed = _raise_descriptor_limit(2 * self._expected) // 2
             size = max(MIN_OPEN_FILES, min(self._expected, allowed))
             self._open = lru_cache(size)(_OpenFile)
+
+    def read_all(self, requests: Sequence[FileRequest]) -> None:
+        """`read` for each request; raises DataError."""
+        for request in requests:
+            self.read(*request)
 
     def read(self, path: str, size: int, offset: int, out: memoryview) -> None:
         """Fill `out` from byte `offset` of a file of `size` bytes; raises DataError."""
@@ -53,14 +59,6 @@ class OpenFiles:
                 count += more
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
-
-
-class BatchedFiles(OpenFiles):
-    """Files with slow reads, such as remote ones, of which several are made at the same time."""
-
-    @abstractmethod
-    def read_all(self, requests: Sequence[FileRequest]) -> None:
-        """`read` for each request; raises DataError."""
 
 
 class _OpenFile:

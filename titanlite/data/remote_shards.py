@@ -18,7 +18,7 @@ from titanlite.data.manifest import (
     parse_corpus_manifest,
     sampled_blocks,
 )
-from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
+from titanlite.data.open_files import FileRequest, OpenFiles
 from titanlite.data.shards import (
     INDEX_HEADER,
     Corpus,
@@ -71,8 +71,10 @@ class RemoteFolder:
         }
 
 
-class RemoteFiles(BatchedFiles):
+class RemoteFiles(OpenFiles):
     """Files of one remote folder, read by position."""
+
+    reads_together = True
 
     def __init__(self, folder: RemoteFolder, listed: dict[str, RemoteVersion]):
         """`listed`: the files that were verified, by name."""

@@ -32,7 +32,7 @@ from titanlite.data.manifest import (
     shard_paths,
     wrong_size_error,
 )
-from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
+from titanlite.data.open_files import FileRequest, OpenFiles
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.errors import DataError
 from titanlite.log import pluralize
@@ -91,9 +91,7 @@ class Corpus(TokenSource):
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Ids [start, start + count), int64; raises DataError, or IndexError if outside."""
-        out = np.empty(count, dtype=np.int64)
-        self._copy_across_shards(start, out)
-        return out
+        return self.gather(np.array([start]), count)[0]
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
@@ -102,58 +100,43 @@ class Corpus(TokenSource):
         """
         out = np.empty((len(starts), count), dtype=np.int64)
         shards = self._ends.searchsorted(starts, side="right").tolist()
-        if isinstance(self._files, BatchedFiles):
-            self._gather_together(self._files, starts, shards, out)
+        rows = list(zip(out, starts.tolist(), shards, strict=True))
+        if self._files.reads_together:
+            self._gather_parts(rows)
             return out
-        buffer = _IdBuffer(count, np.dtype(np.int64))
-        for row, start, number in zip(out, starts.tolist(), shards, strict=True):
+        ids = np.empty(count, np.int64)
+        content = ids.view(np.uint8).data
+        for row, start, number in rows:
             shard = self._shards[number] if number < len(self._shards) else None
             if shard is None or start < 0 or start + count > shard.begin + shard.tokens:
-                self._copy_across_shards(start, row)
+                self._gather_parts([(row, start, number)])
                 continue
-            if buffer.type is not shard.type:
-                buffer = _IdBuffer(count, shard.type)
-            row[:] = self._read_shard(shard, start - shard.begin, buffer)
+            if ids.dtype is not shard.type:
+                ids = np.empty(count, shard.type)
+                content = ids.view(np.uint8).data
+            offset = (start - shard.begin) * shard.type.itemsize
+            self._files.read(shard.path, shard.bytes, offset, content)
+            row[:] = ids
         return out
 
-    def _gather_together(
-        self, files: BatchedFiles, starts: np.ndarray, shards: list[int], out: np.ndarray
-    ) -> None:
-        """Fill the rows of `out` with one call for all parts, which may be of several shards."""
-        parts: list[tuple[np.ndarray, np.ndarray]] = []
+    def _gather_parts(self, rows: Sequence[tuple[np.ndarray, int, int]]) -> None:
+        """Fill rows of ids, each with its first id and the shard of that, which others follow."""
+        parts: list[tuple[np.ndarray, np.ndarray]] = []  # of a row, and its ids as they are stored
         requests: list[FileRequest] = []
-        for row, start, number in zip(out, starts.tolist(), shards, strict=True):
+        for row, start, number in rows:
             if start < 0 or start + row.size > self.tokens:
                 raise IndexError(f"ids {start}…{start + row.size} of {self.tokens} in {self.path}")
             done = 0
             while done < row.size:
                 shard = self._shards[number]
                 first = start + done - shard.begin
-                buffer = _IdBuffer(min(row.size - done, shard.tokens - first), shard.type)
-                offset = first * shard.type.itemsize
-                requests.append((shard.path, shard.bytes, offset, buffer.content))
-                parts.append((row[done : done + buffer.array.size], buffer.array))
-                done, number = done + buffer.array.size, number + 1
-        files.read_all(requests)
+                ids = np.empty(min(row.size - done, shard.tokens - first), shard.type)
+                requests.append(_request(shard, first, ids))
+                parts.append((row[done : done + ids.size], ids))
+                done, number = done + ids.size, number + 1
+        self._files.read_all(requests)
         for target, ids in parts:
             target[:] = ids
-
-    def _copy_across_shards(self, start: int, out: np.ndarray) -> None:
-        """Fill `out` from id `start` on, from as many shards as necessary."""
-        if start < 0 or start + out.size > self.tokens:
-            raise IndexError(f"ids {start}…{start + out.size} of {self.tokens} in {self.path}")
-        number, done = int(self._ends.searchsorted(start, side="right")), 0
-        while done < out.size:
-            shard = self._shards[number]
-            first = start + done - shard.begin
-            count = min(out.size - done, shard.tokens - first)
-            out[done : done + count] = self._read_shard(shard, first, _IdBuffer(count, shard.type))
-            done, number = done + count, number + 1
-
-    def _read_shard(self, shard: CorpusShard, first: int, buffer: _IdBuffer) -> np.ndarray:
-        """Fill `buffer` with the ids of a shard from its id number `first` on."""
-        self._files.read(shard.path, shard.bytes, first * shard.type.itemsize, buffer.content)
-        return buffer.array
 
     def _hash_content(self, shards: Sequence[CorpusShard]) -> str:
         """Hash of the recorded hashes; without a manifest, of sizes and the ids at both ends."""
@@ -161,21 +144,13 @@ class Corpus(TokenSource):
         for shard in shards:
             digest.update(f"{shard.type.str} {shard.tokens} ".encode())
             if self.manifest is None:  # reading all of a large corpus could take an hour
-                buffer = _IdBuffer(min(shard.tokens, _BUFFERED_IDS), shard.type)
-                for first in (0, shard.tokens - buffer.array.size):
-                    self._read_shard(shard, first, buffer)
-                    digest.update(buffer.content)
+                ids = np.empty(min(shard.tokens, _BUFFERED_IDS), shard.type)
+                for first in (0, shard.tokens - ids.size):
+                    self._files.read_all([_request(shard, first, ids)])
+                    digest.update(ids.data)
         for entry in self.manifest.shards if self.manifest else ():
             digest.update(entry.bin_hash.encode())
         return digest.hexdigest()
-
-
-class _IdBuffer:
-    """Memory for ids of the type that a shard stores."""
-
-    def __init__(self, count: int, type: np.dtype):
-        self.type, self.array = type, np.empty(count, type)
-        self.content = memoryview(self.array.view(np.uint8).data)
 
 
 @dataclass(frozen=True)
@@ -189,6 +164,11 @@ class CorpusShard:
     bytes: int
     documents: int
     sample: str | None  # hash_sampled_blocks() of the .bin; None if not sampled
+
+
+def _request(shard: CorpusShard, first: int, ids: np.ndarray) -> FileRequest:
+    """Fill `ids` from id number `first` of a shard on."""
+    return shard.path, shard.bytes, first * shard.type.itemsize, ids.view(np.uint8).data
 
 
 def open_corpus(
