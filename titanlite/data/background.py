@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -44,27 +44,22 @@ class BackgroundReader:
         if self._timeout is None:
             return future.result()
         warn_after = self._timeout * _WARN_AFTER
-        try:
-            return future.result(warn_after)
-        except TimeoutError:
-            if future.done():  # just now, or the read itself raised a TimeoutError
-                return future.result()
-        logger.warning(
-            "%s: not read after %g s; the run ends after %g s (data.read_timeout_seconds)",
-            description,
-            warn_after,
-            self._timeout,
-        )
-        try:
-            return future.result(self._timeout - warn_after)
-        except TimeoutError:
-            if future.done():
-                return future.result()
-        raise DataError(
-            f"{description}: was not read within {self._timeout:g} s; the disk or file server is"
-            " slow or does not respond.",
-            fix="Check the disk or file server, or increase data.read_timeout_seconds.",
-        )
+        wait([future], warn_after)
+        if not future.done():
+            logger.warning(
+                "%s: not read after %g s; the run ends after %g s (data.read_timeout_seconds)",
+                description,
+                warn_after,
+                self._timeout,
+            )
+            wait([future], self._timeout - warn_after)
+        if not future.done():
+            raise DataError(
+                f"{description}: was not read within {self._timeout:g} s; the disk or file server"
+                " is slow or does not respond.",
+                fix="Check the disk or file server, or increase data.read_timeout_seconds.",
+            )
+        return future.result()
 
     def close(self) -> None:
         """Drop waiting requests and end the thread, waiting at most a few seconds for it."""
