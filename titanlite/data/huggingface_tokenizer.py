@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import (
     not_installed_error,
 )
 from titanlite.errors import DataError
-from titanlite.files import MAX_NESTING_LEVELS, parse_json
+from titanlite.files import parse_json
 
 _BOS_NAMES = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
 _EOS_NAMES = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -96,7 +96,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def continuing(self, *, after_text: bool) -> Tokenizer:
         table = json.loads(self.files["tokenizer.json"])
-        changed = without_prefix(table, after_text=after_text)
+        names = ("normalizer", "pre_tokenizer")
+        parts = {name: _without_prefix(table.get(name), after_text) for name in names}
+        changed = {**table, **parts}
         if changed == table:
             return self
         return HuggingFaceTokenizer(json.dumps(changed).encode(), self.name, self._control)
@@ -176,14 +178,21 @@ def _first_id(names: Sequence[str], ids: dict[str, int]) -> int | None:
 def check_definition(table: Mapping[str, Any]) -> None:
     """Raise ValueError, with the reason, if a tokenizer.json cannot be used safely."""
     _check_model(table.get("model"))
-    for token in _list_of(table, "added_tokens"):
+    added = table.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise ValueError("added_tokens is not a list")
+    for token in added:
         if not isinstance(token, dict):
             raise ValueError("added_tokens has an entry that is not an object")
         _check_id(token.get("id"), "added_tokens")
         _check_strings(token, "added_tokens")
     for name in _COMPONENTS:
-        if table.get(name) is not None:
-            _check_component(name, table[name])
+        nodes = list(_nodes(table.get(name)))
+        parts = sum("type" in node for node in nodes)
+        if parts > MAX_PARTS:
+            raise ValueError(f"its {name} has {parts} parts, more than {MAX_PARTS}")
+        for node in nodes:
+            _check_strings(node, name)
 
 
 def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
@@ -207,19 +216,12 @@ def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
     return [special.get("id") if special else None for special in specials]
 
 
-def without_prefix(table: Mapping[str, Any], *, after_text: bool) -> dict[str, Any]:
-    """`table` without the space before a text, for text behind a control token or `after_text`.
-
-    Behind a control token, the tokenizers library omits only what is added "first". The library
-    must have read `table` before.
-    """
-    names = ("normalizer", "pre_tokenizer")
-    parts = {name: _without_prefix(table.get(name), after_text) for name in names}
-    return {**table, **parts}
-
-
 def _without_prefix(part: Any, after_text: bool) -> Any:
-    """A normalizer or pre-tokenizer without what adds a space before a text; None: nothing left."""
+    """A normalizer or pre-tokenizer without what adds a space before a text; None: nothing left.
+
+    For text behind a control token or `after_text`. Behind a control token, the tokenizers library
+    omits only what is added "first". It must have read the file before.
+    """
     if not isinstance(part, dict):
         return part
     kind = part.get("type")
@@ -257,15 +259,6 @@ def _check_id(id: Any, where: str) -> None:
         raise ValueError(f"{where} has the id {id!r:.40}, outside 0…{MAX_ID}")
 
 
-def _check_component(name: str, component: Any) -> None:
-    nodes = list(_nodes(component))
-    parts = [node for node in nodes if "type" in node]
-    if len(parts) > MAX_PARTS:
-        raise ValueError(f"its {name} has {len(parts)} parts, more than {MAX_PARTS}")
-    for node in nodes:
-        _check_strings(node, name)
-
-
 def _check_strings(node: Mapping[str, Any], where: str) -> None:
     for key, value in node.items():
         too_long = isinstance(value, str) and len(value) > MAX_CHARACTERS and key != _CHARSMAP
@@ -275,21 +268,8 @@ def _check_strings(node: Mapping[str, Any], where: str) -> None:
 
 def _nodes(component: Any) -> Iterator[dict[str, Any]]:
     """Every JSON object in a component, itself included."""
-    level = [component]
-    for _ in range(MAX_NESTING_LEVELS):
-        for node in level:
-            if isinstance(node, dict):
-                yield node
-        level = [
-            child
-            for node in level
-            if isinstance(node, (dict, list))
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-
-
-def _list_of(table: Mapping[str, Any], key: str) -> list:
-    value = table.get(key) or []
-    if not isinstance(value, list):
-        raise ValueError(f"{key} is not a list")
-    return value
+    if isinstance(component, dict):
+        yield component
+    if isinstance(component, (dict, list)):
+        for child in component.values() if isinstance(component, dict) else component:
+            yield from _nodes(child)
