@@ -40,6 +40,8 @@ class SampleSource:
     """A source of a run; subclasses read its samples of `seq_len` tokens."""
 
     config: SourceConfig
+    source: TokenSource | TextSource
+    bos: bool  # every document begins with BOS
 
     @property
     def name(self) -> str:
@@ -49,10 +51,6 @@ class SampleSource:
     def path(self) -> str:
         return self.config.path
 
-    @property
-    def weight(self) -> float:
-        return self.config.weight
-
 
 @dataclass(frozen=True)
 class StoredSamples(SampleSource):
@@ -60,19 +58,10 @@ class StoredSamples(SampleSource):
 
     source: TokenSource
     vocab_size: int  # of the model
-    bos: bool  # every document begins with BOS
 
     @property
     def tokens(self) -> int:
         return self.source.tokens
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
-
-    @property
-    def content_sample(self) -> str | None:
-        return self.source.content_sample
 
     @property
     def is_packed(self) -> bool:
@@ -137,24 +126,9 @@ class StoredSamples(SampleSource):
 class TextSamples(SampleSource):
     """Samples of text that is tokenized while it is read."""
 
-    text: TextSource
+    source: TextSource
     last_id: int  # of every document
-
-    @property
-    def tokens(self) -> None:
-        """Unknown: nothing has counted the tokens."""
-
-    @property
-    def bos(self) -> bool:
-        return self.config.bos
-
-    @property
-    def fingerprint(self) -> str:
-        return self.text.fingerprint
-
-    @property
-    def content_sample(self) -> str | None:
-        return self.text.content_sample
+    tokens = None  # unknown: nothing has counted them
 
     def samples(self, seq_len: int) -> None:
         """Unknown, like the number of tokens."""
@@ -172,7 +146,7 @@ class TextSamples(SampleSource):
 
     def read_samples(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of samples: int64 [N, T] each; raises DataError."""
-        return inputs_and_labels(self.text.read(samples))
+        return inputs_and_labels(self.source.read(samples))
 
 
 def check_window_length(config: SourceConfig, source: TokenSource, key: str, seq_len: int) -> None:
@@ -209,7 +183,7 @@ def open_text_samples(
         encode,
         checks or CorpusChecks(),
     )
-    return TextSamples(config, text, tokenizer.eos_id)
+    return TextSamples(config, text, config.bos, tokenizer.eos_id)
 
 
 def open_text_encoder(
@@ -247,7 +221,7 @@ def check_stored_samples(
         bos = source.record.bos
     else:  # the first document stands for all of them
         bos = bool(tokenizer and tokenizer.has_bos and _id_at(source, 0) == tokenizer.bos_id)
-    return StoredSamples(config, source, vocab_size, bos)
+    return StoredSamples(config, source, bos, vocab_size)
 
 
 def _check_record(

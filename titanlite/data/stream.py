@@ -90,7 +90,7 @@ class SampleStream:
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # last id of every document
-        sizes = [SourceSize(s.name, s.weight, s.tokens) for s in sources]
+        sizes = [SourceSize(s.name, s.config.weight, s.tokens) for s in sources]
         weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
         pairs = zip(sources, weights, strict=True)
         self._order = SampleOrder(seed, [s.ordered(weight, seq_len) for s, weight in pairs], phases)
@@ -105,7 +105,7 @@ class SampleStream:
             },
             "data.phases": describe_segments(self.names, self._order.mixture.segments),
         }
-        samples = {s.name: s.content_sample for s in sources if s.content_sample is not None}
+        samples = {s.name: s.source.content_sample for s in sources if s.source.content_sample}
         if samples:
             self.properties["data.content"] = samples
 
@@ -168,7 +168,7 @@ class SampleStream:
         """How far this process has read the text of each source at a position, to be merged."""
         drawn = self._order.mixture.drawn_at(position)
         return {
-            source.name: source.text.positions(count)
+            source.name: source.source.positions(count)
             for source, count in zip(self._sources, drawn, strict=True)
             if isinstance(source, TextSamples)
         }
@@ -180,7 +180,7 @@ class SampleStream:
             zip(source_at.tolist(), samples.tolist(), strict=True)
         ):
             source = self._sources[number]
-            if isinstance(source, TextSamples) and not source.text.is_near(sample):
+            if isinstance(source, TextSamples) and not source.source.is_near(sample):
                 return row
         return sequences
 
@@ -189,13 +189,13 @@ class SampleStream:
         for source in self._sources:
             if isinstance(source, TextSamples):
                 known = positions.get(source.name, {}) if isinstance(positions, dict) else None
-                source.text.restore(known)
+                source.source.restore(known)
 
     def _describe(self, number: int, source: StoredSamples | TextSamples, weight: float) -> str:
         """A source as `properties` record it: what it contains and its order, not its path."""
         text = f"{weight:g}" if float(f"{weight:g}") == weight else repr(weight)
         suffix = "" if source.config.shuffle else ", not shuffled"
-        return f"number {number}, weight {text}, content {source.fingerprint}{suffix}"
+        return f"number {number}, weight {text}, content {source.source.fingerprint}{suffix}"
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `sequences` positions: int64 [B, T] each; raises DataError."""
