@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.token_bytes import ranks_of
+from titanlite.data.token_bytes import byte_level_alphabet
 from titanlite.data.tokenizer import SPLIT_PATTERN, special_token_names, well_formed
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
@@ -56,3 +56,10 @@ def train_merges(texts: Iterable[str], ranks: int) -> Any:
     )
     tokenizer.train_from_iterator(map(well_formed, texts), trainer)
     return tokenizer
+
+
+def ranks_of(tokenizer: Any) -> dict[bytes, int]:
+    """The vocabulary of a byte-level tokenizer as tiktoken ranks (token -> rank), in order."""
+    byte_of = byte_level_alphabet()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary}

@@ -67,10 +67,3 @@ def _unspell(token: str, spelled: dict[str, int]) -> bytes:
     if all(character in spelled for character in token):
         return bytes(spelled[character] for character in token)
     return token.encode()
-
-
-def ranks_of(tokenizer: Any) -> dict[bytes, int]:
-    """The vocabulary of a byte-level tokenizer as tiktoken ranks (token -> rank), in order."""
-    byte_of = byte_level_alphabet()
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary}

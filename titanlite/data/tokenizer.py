@@ -203,11 +203,8 @@ def _split_long_spaces(text: str) -> Iterator[str]:
 
 def special_token_names(ranks: int) -> list[str]:
     """The special tokens that follow `ranks` tiktoken ranks: BOS and EOS, or Llama 3's 256."""
-    return _llama3_specials() if ranks == _LLAMA3_RANKS else [BEGIN, END]
-
-
-def _llama3_specials() -> list[str]:
-    """The names of Llama 3's 256 special tokens, as published with its weights."""
+    if ranks != _LLAMA3_RANKS:
+        return [BEGIN, END]
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(_LLAMA3_SPECIALS - 5)]
     names = [BEGIN, END, *reserved[:4], "<|start_header_id|>", "<|end_header_id|>", reserved[4]]
     return [*names, "<|eot_id|>", *reserved[5:]]

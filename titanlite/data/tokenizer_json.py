@@ -8,8 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 from titanlite.data.huggingface_tokenizer import added_around_text
-from titanlite.data.token_bytes import ranks_of
-from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, parse_ranks
+from titanlite.data.token_bytes import byte_level_alphabet
+from titanlite.data.tokenizer import (
+    BYTES,
+    SPLIT_PATTERN,
+    Tokenizer,
+    not_installed_error,
+    parse_ranks,
+)
 from titanlite.errors import DataError
 
 # Finding the pair of a token takes about (its bytes)^3 steps; this many take half a minute.
@@ -78,19 +84,14 @@ def _ranks_to_json(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as LibraryTokenizer
     except ImportError as missing:
-        raise DataError(
-            "writing a tokenizer.json needs the package tokenizers, which is not installed.",
-            fix="pip install tokenizers",
-        ) from missing
+        raise not_installed_error(tokenizer.name, "tokenizers") from missing
 
     if sum(len(token) ** 3 for token in ranks) > MAX_STEPS:
         raise DataError(
             f'tokenizer "{tokenizer.name}": has too many long tokens to be written as'
             f" tokenizer.json; the longest has {max(map(len, ranks)):,} bytes."
         )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain = LibraryTokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
-    characters = {byte[0]: char for byte, char in zip(ranks_of(plain), alphabet, strict=True)}
+    characters = {byte: character for character, byte in byte_level_alphabet().items()}
 
     def spell(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)
