@@ -73,21 +73,16 @@ def read_regular_file(path: str | Path, max_bytes: int | None = None) -> bytes:
 
     Raises OSError for a FIFO or a device, which could block, and for a file above `max_bytes`.
     """
-    _check_regular(os.stat(path), path)  # before open(), which has effects on some devices
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        _check_regular(os.fstat(descriptor), path)
+    mode = os.stat(path).st_mode  # before open(), which has effects on some devices
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    with open(path, "rb") as file:
         content = file.read() if max_bytes is None else file.read(max_bytes + 1)
     if max_bytes is not None and len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
     return content
-
-
-def _check_regular(status: os.stat_result, path: str | Path) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def write_file_atomically(path: Path, content: bytes) -> None:
