@@ -25,7 +25,6 @@ from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
 
 BEGINS, UNTRAINED = np.int32(1 << 29), np.int32(1 << 30)
 ID_MASK = np.int32((1 << 29) - 1)
-MAX_VOCAB_SIZE = 1 << 29
 
 
 class PackedSource(TokenSource):
