@@ -161,11 +161,11 @@ def test_a_run_longer_than_the_schedule_is_refused_only_if_its_learning_rate_is_
             " steps or in tokens, not in both.",
         ),
         ({"total_tokens": 5}, [], "the warmup has no length in tokens. Set lr_scheduler.warmup"),
-        ({}, [{}, {"warmup_tokens": 3}], "entry 1: warmup_tokens = 3: the schedule of"),
+        ({}, [{}, {"warmup_tokens": 3}], "groups[1].warmup_tokens = 3: the schedule of"),
         ({"warmup_tokens": 0}, [{"warmup_steps": 3}], "is in tokens. Use warmup_tokens."),
         ({"weight_decay_type": "cosine"}, [], "would be constant. Set both"),
         ({"final_weight_decay_factor": 0.5}, [], 'weight_decay_type = "constant" with final'),
-        ({}, [{"final_weight_decay_factor": 0.5}], "optimizer.groups, entry 0: weight_decay_type"),
+        ({}, [{"final_weight_decay_factor": 0.5}], "optimizer.groups[0].weight_decay_type ="),
     ],
     ids=str,
 )

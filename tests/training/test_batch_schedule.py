@@ -159,5 +159,7 @@ def test_sizes_that_the_ranks_cannot_divide_are_refused_by_name():
     assert not [*check_batch_size(training, 1)]
     final, sizes = check_batch_size(training, 2)
     assert "training.global_batch_size = 60: is not a multiple of" in str(final)
-    assert "its sizes 12, 20, 28, 36, 44, 52 are not multiples of local_batch" in str(sizes)
+    assert "its sizes 12, 20, 28, 36, 44, 52 are not multiples of training.local_batch" in str(
+        sizes
+    )
     assert "Use multiples of 8, or another local_batch_size." in str(sizes)

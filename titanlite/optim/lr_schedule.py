@@ -183,13 +183,13 @@ def check_lr_scheduler_config(
     for number, settings in enumerate(group_settings):
         if f"warmup_{other}" in settings:
             yield ConfigError(
-                f"optimizer.groups, entry {number}: warmup_{other} ="
+                f"optimizer.groups[{number}].warmup_{other} ="
                 f" {settings[f'warmup_{other}']}: the schedule of [lr_scheduler] is in {unit}.",
                 fix=f"Use warmup_{unit}.",
             )
         if settings:
             changed = dataclasses.replace(config, **settings)
-            yield from _check_weight_decay(changed, f"optimizer.groups, entry {number}")
+            yield from _check_weight_decay(changed, f"optimizer.groups[{number}]")
 
 
 def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -214,7 +214,7 @@ def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[Confi
     kind, final = config.weight_decay_type, config.final_weight_decay_factor
     if (kind == "constant") != (final == 1.0):
         yield ConfigError(
-            f'{where}: weight_decay_type = "{kind}" with final_weight_decay_factor = {final:g}:'
+            f'{where}.weight_decay_type = "{kind}" with final_weight_decay_factor = {final:g}:'
             " the weight decay would be constant.",
             fix=f"Set both: a final factor other than 1, and one of {', '.join(LR_DECAYS)}.",
         )

@@ -200,11 +200,12 @@ def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, sett
 @pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2", "tied, chunks"])
 def test_a_dry_run_equals_a_real_run(name):
     of_name = {
+        "FSDP 3, uneven": (3, {**LAYOUTS["FSDP 3, uneven"][1], **SHORT}),
         "PP 2": (2, {**PIPELINE, **TIED}),
-        "tied, chunks": (2, {**TIED, "model.vocab_size": 8000, "loss.chunk_tokens": 64}),
+        "tied, chunks": (2, {**TIED, **SHORT, "model.vocab_size": 8000, "loss.chunk_tokens": 64}),
     }
-    ranks, settings = of_name.get(name) or LAYOUTS[name]
-    argv = argv_of({**settings, **SHORT, **ON_CPU})
+    ranks, settings = of_name[name]
+    argv = argv_of({**settings, **ON_CPU})
     measured = run_on_ranks(measure_step, ranks, argv, ranks)
     for step in dry_run(read_job(argv, ranks, here=False)):
         per_stage = ranks // settings.get("parallelism.pipeline_parallel_degree", 1)
