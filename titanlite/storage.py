@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titanlite.errors import CheckpointError, UserError
-from titanlite.files import check_url
+from titanlite.files import check_url, fsync_folder
 from titanlite.threads import open_thread_pool
 
 READ_BYTES = 1 << 23  # of one request to a remote file system
@@ -216,17 +216,13 @@ class StorageFolder:
             pass
         except OSError as error:
             if error.errno != errno.ENOSYS:  # "NotImplemented": a store without conditional puts
-                if self._has_file(name):
+                if name in self.sizes():
                     return False
                 raise
-        if self._has_file(name):
+        if name in self.sizes():
             return False
         self.fs.pipe_file(path, content)
         return True
-
-    def _has_file(self, name: str) -> bool:
-        self.fs.invalidate_cache()
-        return self.fs.exists(self.path_of(name))
 
     @_raise_storage_unreachable
     def delete(self, name: str) -> None:
@@ -259,11 +255,7 @@ class StorageFolder:
     def fsync_folder(self) -> None:
         """Flush the folder's list of names to a local disk."""
         if self.local:
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            fsync_folder(Path(self.path))
 
     # --- the folder itself ---------------------------------------------------------------------
 
@@ -292,7 +284,8 @@ class StorageFolder:
             shutil.rmtree(renamed)
             return
         self.write_atomically(UNFINISHED, b"")
-        names = set(self._files_below())
+        folders = [*self._folders_below(), ""]
+        names = {f"{folder}{name}" for folder in folders for name in (self / folder).sizes()}
         if delete_first in names:
             self.delete(delete_first)
         # Of fsspec's file systems, only the asynchronous ones are always safe with several threads.
@@ -300,22 +293,14 @@ class StorageFolder:
             list(pool.map(self.delete, names - {delete_first, UNFINISHED}))
         self.delete(UNFINISHED)
         with suppress(Exception):  # an object store has no folders
-            for folder in (*self._folders_below(), ""):
+            for folder in folders:
                 self.fs.rmdir(self.path_of(folder).rstrip("/"))
 
-    def _files_below(self) -> list[str]:
-        """Relative paths of all files in the folder and its subfolders."""
-        names = list(self.sizes())
-        for folder in self.folders():
-            names += [f"{folder}/{name}" for name in (self / folder)._files_below()]
-        return names
-
-    def _folders_below(self) -> list[str]:
-        """Relative paths of all subfolders, the innermost first."""
-        names = []
-        for folder in self.folders():
-            names += [f"{folder}/{name}" for name in (self / folder)._folders_below()] + [folder]
-        return names
+    def _folders_below(self) -> Iterator[str]:
+        """Relative paths of all subfolders, each with "/" at its end, the innermost first."""
+        for name in self.folders():
+            yield from (f"{name}/{inner}" for inner in (self / name)._folders_below())
+            yield f"{name}/"
 
 
 class HashingStream:
