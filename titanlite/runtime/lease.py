@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -140,10 +140,45 @@ class Lease:
 
 @dataclass(frozen=True)
 class LeaseSnapshot:
-    """A lease file at one moment; `mtime` is only compared for equality."""
+    """A lease at one moment; `content` and `mtime` are only compared for equality."""
 
+    holder: Holder | None  # None: it cannot be read
     content: bytes
-    mtime: int  # ns, by the file system's clock
+    mtime: int = 0  # ns, by the file system's clock; 0 in an object store
+    released: bool = False
+
+
+def find_dead_lease(
+    read: Callable[[], LeaseSnapshot | None],
+    where: object,
+    stale_seconds: float,
+    refuse: Callable[[str], ConfigError],
+) -> tuple[LeaseSnapshot, str] | None:
+    """A dead job's lease, with a text about it; None once there is none or it is released.
+
+    Waits up to `stale_seconds` for a heartbeat if only that can show whether the holder is alive.
+    Raises `refuse(holder)` if it is.
+    """
+    seen = read()
+    if seen is None or seen.released:
+        return None
+    name, alive = describe_holder(seen.holder), is_holder_alive(seen.holder)
+    reason = "that process has ended"
+    if alive is None:
+        logger.info(
+            "%s: held by %s; watching its heartbeat for up to %g s", where, name, stale_seconds
+        )
+        deadline = time.monotonic() + stale_seconds
+        while (now := read()) == seen and time.monotonic() < deadline:
+            time.sleep(min(1.0, stale_seconds / 20))
+        if now is None or now.released:
+            return None
+        if now.holder != seen.holder:  # another job's by now
+            return find_dead_lease(read, where, stale_seconds, refuse)
+        alive, reason = now != seen, f"no heartbeat for {stale_seconds:g} s"
+    if alive:
+        raise refuse(name)
+    return seen, f"{name}: {reason}"
 
 
 def _create_lease_file(path: Path) -> tuple[int, bytes] | None:
@@ -184,24 +219,13 @@ def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
 
     On return the lease may be gone, so the caller tries to create one again.
     """
-    seen = _read_lease_file(path)
-    if seen is None:
-        return
-    holder = parse_holder(seen.content)
-    name, alive = describe_holder(holder), is_holder_alive(holder)
-    reason = "that process has ended"
-    if alive is None:
-        logger.info(
-            "%s: held by %s; watching its heartbeat for up to %g s", path, name, stale_seconds
-        )
-        now = _watch_lease_file(path, seen, stale_seconds)
-        if now is None or now.content != seen.content:  # released, or another job's by now
-            return
-        alive, reason = now != seen, f"no heartbeat for {stale_seconds:g} s"
-    if alive:
-        raise lease_conflict_error(key, path.parent, f"{name}; {_describe_heartbeat_age(path)}")
-    if _remove_if_unchanged(path, seen):
-        logger.warning("%s: taken over from %s: %s", path, name, reason)
+
+    def refuse(holder: str) -> ConfigError:
+        return lease_conflict_error(key, path.parent, f"{holder}; {_describe_heartbeat_age(path)}")
+
+    dead = find_dead_lease(lambda: _read_lease_file(path), path, stale_seconds, refuse)
+    if dead and _remove_if_unchanged(path, dead[0]):
+        logger.warning("%s: taken over from %s", path, dead[1])
 
 
 def _read_lease_file(path: Path) -> LeaseSnapshot | None:
@@ -209,17 +233,10 @@ def _read_lease_file(path: Path) -> LeaseSnapshot | None:
     try:
         with path.open("rb") as file:
             mtime = os.fstat(file.fileno()).st_mtime_ns
-            return LeaseSnapshot(file.read(), mtime)
+            content = file.read()
+            return LeaseSnapshot(parse_holder(content), content, mtime)
     except FileNotFoundError:
         return None
-
-
-def _watch_lease_file(path: Path, seen: LeaseSnapshot, seconds: float) -> LeaseSnapshot | None:
-    """Wait up to `seconds` for the lease file to differ from `seen`; returns its last state."""
-    deadline = time.monotonic() + seconds
-    while (now := _read_lease_file(path)) == seen and time.monotonic() < deadline:
-        time.sleep(min(1.0, seconds / 20))
-    return now
 
 
 def _remove_if_unchanged(path: Path, judged: LeaseSnapshot) -> bool:

@@ -15,18 +15,19 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.runtime.lease import (
     Holder,
+    LeaseSnapshot,
     current_process,
     describe_holder,
-    is_holder_alive,
+    find_dead_lease,
     lease_conflict_error,
     parse_holder,
 )
@@ -85,9 +86,8 @@ class RemoteLease:
         if self.folder.create(_lease_object_name(self.number), self._content()):
             return True
         # If the answer to a successful put was lost, the repeated put is refused.
-        with suppress(FileNotFoundError):
-            return _read_lease_object(self.folder, self.number).holder == self._holder
-        return False
+        seen = _read_lease_object(self.folder, self.number)
+        return seen is not None and seen.holder == self._holder
 
     def start(self) -> None:
         """Start the heartbeat."""
@@ -95,14 +95,11 @@ class RemoteLease:
 
     def check(self) -> None:
         """Read the store, and raise CheckpointError unless this process still holds the folder."""
-        last = max(lease_numbers(self.folder), default=0)
-        try:
-            holder = _read_lease_object(self.folder, last).holder
-        except FileNotFoundError:
+        seen = _read_lease_object(self.folder, max(lease_numbers(self.folder), default=0))
+        if seen is None:
             self.lost = f"{self.folder}: the lease of this job was removed."
-        else:
-            if holder != self._holder:
-                self.lost = f"{self.folder}: {describe_holder(holder)} has taken it from this job."
+        elif seen.holder != self._holder:
+            self.lost = f"{self.folder}: {describe_holder(seen.holder)} has taken it from this job."
         if self.lost:
             raise CheckpointError(self.lost)
 
@@ -131,22 +128,16 @@ def _lease_object_name(number: int) -> str:
     return f"lease-{number:06}.json"
 
 
-@dataclass(frozen=True)
-class RemoteLeaseState:
-    """A lease object at one moment; `content` is only compared for equality."""
-
-    holder: Holder | None  # None: it cannot be read
-    released: bool
-    content: bytes
-
-
-def _read_lease_object(folder: StorageFolder, number: int) -> RemoteLeaseState:
-    content = folder.read(_lease_object_name(number))
+def _read_lease_object(folder: StorageFolder, number: int) -> LeaseSnapshot | None:
+    try:
+        content = folder.read(_lease_object_name(number))
+    except FileNotFoundError:
+        return None
     with suppress(ValueError, TypeError, KeyError):
         state = parse_json(content)
         holder = parse_holder(json.dumps(state["holder"]).encode())
-        return RemoteLeaseState(holder, state["released"] is True, content)
-    return RemoteLeaseState(None, False, content)
+        return LeaseSnapshot(holder, content, released=state["released"] is True)
+    return LeaseSnapshot(None, content)
 
 
 def _wait_until_free(folder: StorageFolder, number: int, key: str, stale_seconds: float) -> None:
@@ -154,30 +145,9 @@ def _wait_until_free(folder: StorageFolder, number: int, key: str, stale_seconds
 
     Raises ConfigError if the holder is alive.
     """
-    with suppress(FileNotFoundError):  # removed
-        state = _read_lease_object(folder, number)
-        if state.released:
-            return
-        name, alive = describe_holder(state.holder), is_holder_alive(state.holder)
-        reason = "that process has ended"
-        if alive is None:
-            logger.info(
-                "%s: held by %s; watching its heartbeat for up to %g s", folder, name, stale_seconds
-            )
-            now = _watch_lease_object(folder, number, state, stale_seconds)
-            if now.released:
-                return
-            alive, reason = now != state, f"no heartbeat for {stale_seconds:g} s"
-        if alive:
-            raise lease_conflict_error(key, folder, name)
-        logger.warning("%s: taken over from %s: %s", folder, name, reason)
-
-
-def _watch_lease_object(
-    folder: StorageFolder, number: int, state: RemoteLeaseState, seconds: float
-) -> RemoteLeaseState:
-    """Wait up to `seconds` for a lease to differ from `state`; returns its last state."""
-    deadline = time.monotonic() + seconds
-    while (now := _read_lease_object(folder, number)) == state and time.monotonic() < deadline:
-        time.sleep(min(1.0, seconds / 20))
-    return now
+    refuse = partial(lease_conflict_error, key, folder)
+    dead = find_dead_lease(
+        lambda: _read_lease_object(folder, number), folder, stale_seconds, refuse
+    )
+    if dead:
+        logger.warning("%s: taken over from %s", folder, dead[1])
