@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from titanlite.runtime.lease import (
     _rename_away,
     acquire_lease,
 )
+from titanlite.storage import StorageFolder
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"heartbeat_seconds": 0.05, "stale_seconds": 0.5}
@@ -120,7 +121,7 @@ def start_job():
 
 @contextmanager
 def leased(folder: Path, **options):
-    with acquire_lease(folder, **{**QUICK, **options}) as lease:
+    with closing(acquire_lease(folder, **{**QUICK, **options})) as lease:
         yield lease
 
 
@@ -190,7 +191,7 @@ def test_the_second_job_on_a_folder_is_refused_with_the_name_of_the_holder(tmp_p
 
 
 def test_the_refusal_shows_the_age_of_the_heartbeat(tmp_path):
-    with acquire_lease(tmp_path):
+    with closing(acquire_lease(tmp_path)):
         os.utime(tmp_path / LEASE_FILE, (0, time.time() - 100))
         with pytest.raises(ConfigError, match="heartbeat was 100 s ago"):
             acquire_lease(tmp_path)
@@ -215,7 +216,7 @@ def test_a_job_killed_on_this_host_is_replaced_without_waiting(tmp_path, start_j
     first.kill()
     assert (tmp_path / LEASE_FILE).exists()
     began = time.monotonic()
-    with acquire_lease(tmp_path):  # with the default of 30 s
+    with closing(acquire_lease(tmp_path)):  # with the default of 30 s
         assert time.monotonic() - began < 20  # the stale lease takes 30 s
         assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
     assert f"taken over from process {first.process.pid} on" in log_text()
@@ -244,7 +245,7 @@ def test_a_suspended_job_still_holds_its_folder(tmp_path, start_job):
 def test_a_reused_pid_is_not_taken_for_the_holder(tmp_path):
     with leased(tmp_path):
         rewrite(tmp_path, process_started=1)  # so our pid belonged to an earlier process
-        with acquire_lease(tmp_path) as lease:
+        with closing(acquire_lease(tmp_path)) as lease:
             assert not lease.lost
 
 
@@ -383,8 +384,9 @@ def test_two_jobs_that_start_at_once_are_not_both_refused(tmp_path, monkeypatch)
     outcomes = {}
 
     def start(job):
-        folders = {f"{job} dump": tmp_path / "out", f"{job} checkpoint": tmp_path / "saved"}
+        places = {f"{job} dump": tmp_path / "out", f"{job} checkpoint": tmp_path / "saved"}
         try:
+            folders = {key: StorageFolder(path) for key, path in places.items()}
             outcomes[job] = folder_lock._acquire_all(folders)
         except ConfigError as error:
             outcomes[job] = str(error)
@@ -422,7 +424,7 @@ def test_a_removed_lease_is_noticed(tmp_path):
 
 def test_a_lease_that_is_missing_for_a_moment_is_not_lost(tmp_path):
     """Another job may move it, mistaking it for an older one, and put it back."""
-    with acquire_lease(tmp_path, heartbeat_seconds=0.3) as lease:
+    with closing(acquire_lease(tmp_path, heartbeat_seconds=0.3)) as lease:
         for _ in range(2):
             before = lease.path.stat().st_mtime_ns
             assert eventually(lambda before=before: lease.path.stat().st_mtime_ns > before)
@@ -464,12 +466,12 @@ def test_every_new_lease_gets_a_larger_number(tmp_path, start_job):
 
 
 def test_a_check_reads_the_lease_file_without_waiting_for_a_heartbeat(tmp_path):
-    with acquire_lease(tmp_path, heartbeat_seconds=1000) as lease:
+    with closing(acquire_lease(tmp_path, heartbeat_seconds=1000)) as lease:
         lease.check()
         rewrite(tmp_path, host="other-host")
         with pytest.raises(CheckpointError, match="on other-host .* has taken it from this job"):
             lease.check()
-    with acquire_lease(tmp_path / "2", heartbeat_seconds=1000) as lease:
+    with closing(acquire_lease(tmp_path / "2", heartbeat_seconds=1000)) as lease:
         lease.path.unlink()
         with pytest.raises(CheckpointError, match="was removed"):
             lease.check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,18 +73,13 @@ class RunFolderLock:
 
     def release(self, code: int, reason: str = "") -> None:
         """Record how the run ended and release the leases; a second call does nothing."""
-        if self._start_log and self._holds_all_leases():  # otherwise the log is another job's
-            self._start_log.record_end(code, self._current_step(), reason)
+        if self._start_log:
+            with suppress(CheckpointError):  # the log is another job's now
+                self.check()
+                self._start_log.record_end(code, self._current_step(), reason)
         for lease in self.leases:
             lease.close()
         self.leases, self._start_log = [], None
-
-    def _holds_all_leases(self) -> bool:
-        try:
-            self.check()
-        except CheckpointError:
-            return False
-        return True
 
 
 @contextmanager
@@ -97,7 +92,7 @@ def lock_run_folders(
     rank if another job has locked one of the folders. An exception in the block is recorded. A
     block that ends with another code than EXIT_DONE, but no exception, must call `release(code)`.
     """
-    folders: dict[str, Path | StorageFolder] = {"job.dump_folder": folder, **others}
+    folders = {"job.dump_folder": StorageFolder(folder.resolve()), **others}
     leases: list[Lease | RemoteLease] = []
     run_on_rank_0(lambda: leases.extend(_acquire_all(folders)))
     lock = RunFolderLock(folder, leases, current_step)
@@ -109,7 +104,7 @@ def lock_run_folders(
     lock.release(EXIT_DONE)
 
 
-def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
+def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLease]:
     """Acquire a lease on every folder, or on none.
 
     The first folder decides which of two jobs that start at once runs: only its holder asks for the
@@ -117,8 +112,9 @@ def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | Re
     must be observed for a while.
     """
     key_by_folder: dict[Path | str, str] = {}
-    for key, folder in folders.items():
-        key_by_folder.setdefault(_identify(folder), key)  # two keys may name the same folder
+    for key, folder in folders.items():  # two keys may name the same folder
+        place = Path(folder.path).resolve() if folder.local else str(folder)
+        key_by_folder.setdefault(place, key)
     first, *others = key_by_folder.items()
     leases = [_acquire(*first)]
     with open_thread_pool(len(key_by_folder)) as pool:
@@ -130,13 +126,6 @@ def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | Re
             lease.close()
         raise errors[0]
     return leases
-
-
-def _identify(folder: Path | StorageFolder) -> Path | str:
-    """The real local path of a folder, or its URL."""
-    if isinstance(folder, StorageFolder) and not folder.local:
-        return str(folder)
-    return Path(folder if isinstance(folder, Path) else folder.path).resolve()
 
 
 def _acquire(folder: Path | str, key: str) -> Lease | RemoteLease:

@@ -72,12 +72,6 @@ class Lease:
         self._thread = DeviceThread(self._send_heartbeats, "lease")
         self._thread.start()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Release the folder, unless another job has taken it over."""
         self._closed.set()
