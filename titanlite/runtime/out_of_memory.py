@@ -41,10 +41,6 @@ class MemoryUsage:
             "optimizer state": self._local_bytes(m for m in moments if isinstance(m, Tensor)),
         }
 
-    def peak_bytes(self) -> int:
-        """Peak of the allocated memory so far."""
-        return peak_memory_bytes(self.device)
-
     def limit_bytes(self) -> int | None:
         """Memory of the GPU, or on a CPU the process's address-space limit; None: no limit."""
         if self.device.type == "cuda":
@@ -71,12 +67,11 @@ def explain_out_of_memory(
         request = find_memory_request(error)
         if request is None:
             raise
-        limit = usage.limit_bytes()
+        peak, limit = peak_memory_bytes(usage.device), usage.limit_bytes()
         of_limit = f" of {limit / GIB:.3g} GiB" if limit else ""
         allocated = ", ".join(f"{k} {size / GIB:.3g}" for k, size in usage.by_kind().items())
         lines = [
-            f"out of memory at {position()}: {request}; peak {usage.peak_bytes() / GIB:.3g} GiB"
-            f"{of_limit}.",
+            f"out of memory at {position()}: {request}; peak {peak / GIB:.3g} GiB{of_limit}.",
             f"  allocated, in GiB: {allocated}",
             *advice,
         ]

@@ -108,21 +108,21 @@ class StartLog:
 
     def record_rollback(self, step: int, to_step: int, reason: str) -> None:
         """Append a roll-back from `step` to the checkpoint of `to_step`."""
-        reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
-        try:
-            self._append("rollback", step=step, to_step=to_step, reason=reason)
-        except OSError as error:  # the events in metrics.jsonl report it too
-            logger.warning("%s: %s", self.path, error.strerror or error)
+        self._append_or_warn("rollback", reason, step=step, to_step=to_step)
 
     def record_end(self, code: int, step: int, reason: str = "") -> None:
         """Append the end of the start that was recorded; only its first end counts."""
         if not self._running:  # this start was refused: do not record an end of the previous one
             return
         self._running = False
+        self._append_or_warn("end", reason, code=code, step=step)
+
+    def _append_or_warn(self, event: str, reason: str, **fields: int) -> None:
+        """Append an event; an error of the disk must not hide why the run ends or rolls back."""
         reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         try:
-            self._append("end", code=code, step=step, reason=reason)
-        except OSError as error:  # must not hide why the run ends
+            self._append(event, **fields, reason=reason)
+        except OSError as error:
             logger.warning("%s: %s", self.path, error.strerror or error)
 
     def _append(self, event: str, **fields: Any) -> None:
