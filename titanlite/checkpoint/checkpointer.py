@@ -295,7 +295,8 @@ class Checkpointer:
 
         `with_optimizer`: only of those that have optimizer state, see last_save_model_only.
         """
-        return self.step_folders.positions(with_optimizer)
+        positions, damaged = self.step_folders.positions(with_optimizer)
+        return dict(positions), damaged
 
     def find_first_valid(self, steps: Sequence[int]) -> tuple[FoundCheckpoint | None, list[str]]:
         """(the first checkpoint of `steps` that is valid, why those before it were refused)."""

@@ -13,11 +13,7 @@ from titanlite.checkpoint.manifest import (
     check_hashes,
     read_checkpoint_manifest,
 )
-from titanlite.checkpoint.step_folders import (
-    LOAD_STEP_FILE,
-    CheckpointListing,
-    StepFolders,
-)
+from titanlite.checkpoint.step_folders import LOAD_STEP_FILE, StepFolders
 from titanlite.distributed.collectives import capture_user_error, gather_problems
 from titanlite.errors import CheckpointError
 from titanlite.log import logger
@@ -48,14 +44,11 @@ def find_checkpoint(
     Raises CheckpointError if checkpoints were tried but none is valid: a run never silently starts
     from scratch.
     """
-    listing, applied_load_step = step_folders.list_with_load_step()
-    steps = _steps_to_try(step_folders.folder, config, listing, applied_load_step)
-    found, refused = find_first_valid(step_folders, steps, config.verify, group)
-    if found:
-        step_folders.remove_unfinished(listing.unfinished)
-        return found
-    if refused:
-        untried = len(refused) < len(listing.steps)  # only checkpoint.load_step was tried
+    steps, unfinished, applied_load_step = step_folders.list_to_start()
+    to_try = _steps_to_try(step_folders.folder, config, steps, applied_load_step)
+    found, refused = find_first_valid(step_folders, to_try, config.verify, group)
+    if refused and not found:
+        untried = len(refused) < len(steps)  # only checkpoint.load_step was tried
         problem = "checkpoint.load_step is not valid" if untried else "no valid checkpoint found"
         another = "use another checkpoint.load_step, " if untried else ""
         raise CheckpointError(
@@ -63,9 +56,9 @@ def find_checkpoint(
             fix=f"Copy an intact one from a backup, {another}or start from scratch in another"
             " job.dump_folder.",
         ).mark_on_all_ranks()
-    step_folders.remove_unfinished(listing.unfinished)
-    if config.initial_load_path is None:
-        return None
+    step_folders.remove_unfinished(unfinished)
+    if found or config.initial_load_path is None:
+        return found
     folder = StorageFolder(config.initial_load_path)
     if config.initial_load_in_hf:
         return FoundCheckpoint(folder, None, [], initial=True)
@@ -90,14 +83,11 @@ def find_first_valid(
 
 
 def _steps_to_try(
-    folder: StorageFolder,
-    config: CheckpointConfig,
-    listing: CheckpointListing,
-    applied_load_step: int,
+    folder: StorageFolder, config: CheckpointConfig, steps: list[int], applied_load_step: int
 ) -> list[int]:
     """The steps to verify, in order: only checkpoint.load_step if it applies, else newest first."""
     load_step = config.load_step
-    if config.saves and listing.steps and load_step == applied_load_step != -1:
+    if config.saves and steps and load_step == applied_load_step != -1:
         logger.info(
             "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
             " newest checkpoint. To roll back again, delete %s/%s.",
@@ -107,9 +97,9 @@ def _steps_to_try(
         )
         load_step = -1
     if load_step == -1:
-        return listing.steps[::-1]
-    if load_step not in listing.steps:
-        existing = ", ".join(map(str, listing.steps)) or "none"
+        return steps[::-1]
+    if load_step not in steps:
+        existing = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(
             f"checkpoint.load_step = {load_step}: {folder} has no checkpoint of that step."
             f" Existing steps: {existing}.",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.storage import UNFINISHED, StorageFolder, StorageUnreachable
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ASIDE = "aside"  # marker file of a step that is set aside, where folders cannot be renamed
@@ -28,7 +30,7 @@ LOAD_STEP_FILE = "load_step.json"
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The step folders of a checkpoint folder, as JSON types, which ranks can exchange."""
+    """The step folders of a checkpoint folder."""
 
     steps: list[int]  # neither aside nor unfinished, but not validated yet; oldest first
     aside: list[str]  # names of folders set aside: damaged, or later than load_step; oldest first
@@ -77,6 +79,26 @@ def set_aside(step_folder: StorageFolder) -> str:
     return step_folder.rename(name).name
 
 
+def _on_rank_0(
+    method: Callable[Concatenate[StepFolders, P], T],
+) -> Callable[Concatenate[StepFolders, P], T]:
+    """Let rank 0 call a method of `StepFolders`, and every rank return its result, as JSON."""
+
+    @wraps(method)
+    def call(folders: StepFolders, *args: P.args, **kwargs: P.kwargs) -> T:
+        def act() -> T:
+            try:
+                return method(folders, *args, **kwargs)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename or folders.folder}: {error.strerror or error}."
+                ) from error
+
+        return run_on_rank_0(act, folders.group)
+
+    return call
+
+
 class StepFolders:
     """The folders `step-N` of one run.
 
@@ -103,70 +125,20 @@ class StepFolders:
 
     # --- collective ----------------------------------------------------------------------------
 
-    def list_with_load_step(self) -> tuple[CheckpointListing, int]:
-        """The step folders, and the checkpoint.load_step that an earlier start applied, or -1."""
+    @_on_rank_0
+    def list_to_start(self) -> tuple[list[int], list[str], int]:
+        """(steps, unfinished folders, the checkpoint.load_step that was applied last, or -1)."""
+        applied = self._read_applied_load_step()
+        listing = list_steps(self.folder)
+        return listing.steps, listing.unfinished, applied
 
-        def list_on_rank_0() -> dict[str, Any]:
-            applied = self._read_applied_load_step()
-            return {"listing": asdict(list_steps(self.folder)), "applied": applied}
-
-        result = self._on_rank_0(list_on_rank_0)
-        return CheckpointListing(**result["listing"]), result["applied"]
-
-    def positions(self, with_optimizer: bool) -> tuple[dict[int, int], list[str]]:
-        """({step: data position} of the checkpoints, why others are damaged).
+    @_on_rank_0
+    def positions(self, with_optimizer: bool) -> tuple[list[tuple[int, int]], list[str]]:
+        """(step and data position of each checkpoint, why others are damaged).
 
         Only of those that retention keeps: a kill between a save and the removal of older
         checkpoints leaves more. `with_optimizer`: only of those that have optimizer state.
         """
-        positions, damaged = self._on_rank_0(lambda: self._positions(with_optimizer))
-        return dict(positions), damaged
-
-    def remove_unfinished(self, names: list[str]) -> None:
-        """Remove the folders `names`, whose save or removal was interrupted by a crash.
-
-        The lease ensures that no other job is writing there.
-        """
-        if self.config.saves:
-            self._on_rank_0(lambda: self._remove_unfinished(names))
-
-    def set_aside_later(self, step: int) -> None:
-        """Set aside the checkpoints of later steps, so that the next start does not use them.
-
-        Then record that checkpoint.load_step was applied.
-        """
-        self._on_rank_0(lambda: self._set_aside_later(step))
-
-    def remove_failed_save(self, step_folder: StorageFolder) -> None:
-        """Free the disk space of a save that failed, unless it was committed."""
-        self._on_rank_0(lambda: self._remove(step_folder, unless=MANIFEST_FILE))
-
-    def _on_rank_0(self, action: Callable[[], T]) -> T:
-        def act() -> T:
-            try:
-                return action()
-            except OSError as error:
-                raise CheckpointError(
-                    f"{error.filename or self.folder}: {error.strerror or error}."
-                ) from error
-
-        return run_on_rank_0(act, self.group)
-
-    # --- on one rank ---------------------------------------------------------------------------
-
-    def valid_steps(self) -> list[int]:
-        """Steps of the checkpoints with a valid manifest and right file sizes, oldest first."""
-        return [step for step in list_steps(self.folder).steps if self._is_valid(step)]
-
-    def remove_surplus(self) -> None:
-        """Remove the checkpoints that the retention settings do not keep."""
-        config = self.config
-        names = all_but_last(list_steps(self.folder).aside, config.keep_aside_k)
-        steps = steps_to_remove(self.valid_steps(), config.keep_latest_k, config.keep_every)
-        for name in (*names, *(f"step-{step}" for step in steps)):
-            self._remove(self.folder / name)
-
-    def _positions(self, with_optimizer: bool) -> tuple[list[tuple[int, int]], list[str]]:
         manifests, damaged = {}, []
         for step in list_steps(self.folder).steps:
             try:
@@ -184,6 +156,57 @@ class StepFolders:
             and (manifest.has("optimizer") or not with_optimizer)
         ]
         return positions, damaged
+
+    @_on_rank_0
+    def remove_unfinished(self, names: list[str]) -> None:
+        """Remove the folders `names`, whose save or removal was interrupted by a crash.
+
+        The lease ensures that no other job is writing there.
+        """
+        for name in names if self.config.saves else ():
+            folder = self.folder / name
+            logger.warning("%s: removed, because its save or removal was interrupted", folder)
+            self._remove(folder)
+
+    @_on_rank_0
+    def set_aside_later(self, step: int) -> None:
+        """Set aside the checkpoints of later steps, so that the next start does not use them.
+
+        Then record that checkpoint.load_step was applied.
+        """
+        self.check_lease()
+        for later in list_steps(self.folder).steps:
+            if later > step:
+                folder = self.of_step(later)
+                name = set_aside(folder)
+                logger.warning(
+                    "%s: set aside as %s, because the run resumes from an earlier step",
+                    folder,
+                    name,
+                )
+        if self.config.load_step != -1:
+            # Written last: after a crash before this line, the next start applies load_step again.
+            applied = {"load_step": self.config.load_step}
+            self.folder.write_atomically(LOAD_STEP_FILE, json.dumps(applied).encode())
+
+    @_on_rank_0
+    def remove_failed_save(self, step_folder: StorageFolder) -> None:
+        """Free the disk space of a save that failed, unless it was committed."""
+        self._remove(step_folder, unless=MANIFEST_FILE)
+
+    # --- on one rank ---------------------------------------------------------------------------
+
+    def valid_steps(self) -> list[int]:
+        """Steps of the checkpoints with a valid manifest and right file sizes, oldest first."""
+        return [step for step in list_steps(self.folder).steps if self._is_valid(step)]
+
+    def remove_surplus(self) -> None:
+        """Remove the checkpoints that the retention settings do not keep."""
+        config = self.config
+        names = all_but_last(list_steps(self.folder).aside, config.keep_aside_k)
+        steps = steps_to_remove(self.valid_steps(), config.keep_latest_k, config.keep_every)
+        for name in (*names, *(f"step-{step}" for step in steps)):
+            self._remove(self.folder / name)
 
     def _is_valid(self, step: int) -> bool:
         try:
@@ -206,28 +229,6 @@ class StepFolders:
         except (ValueError, TypeError, KeyError):
             logger.warning("%s/%s: is damaged, and is ignored", self.folder, LOAD_STEP_FILE)
         return applied
-
-    def _remove_unfinished(self, names: list[str]) -> None:
-        for name in names:
-            folder = self.folder / name
-            logger.warning("%s: removed, because its save or removal was interrupted", folder)
-            self._remove(folder)
-
-    def _set_aside_later(self, step: int) -> None:
-        self.check_lease()
-        for later in list_steps(self.folder).steps:
-            if later > step:
-                folder = self.of_step(later)
-                name = set_aside(folder)
-                logger.warning(
-                    "%s: set aside as %s, because the run resumes from an earlier step",
-                    folder,
-                    name,
-                )
-        if self.config.load_step != -1:
-            # Written last: after a crash before this line, the next start applies load_step again.
-            applied = {"load_step": self.config.load_step}
-            self.folder.write_atomically(LOAD_STEP_FILE, json.dumps(applied).encode())
 
     def _remove(self, folder: StorageFolder, unless: str = "") -> None:
         """Remove a folder unless it has the file `unless`; log a warning if that fails."""
