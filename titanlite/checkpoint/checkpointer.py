@@ -75,14 +75,12 @@ class SaveInProgress:
         self._name = f"Rank {dist.get_rank()}: the save of step {step}"
         self._timeout_seconds = timeout_seconds
 
-    def run(self, write: Callable[[], None]) -> None:
-        """Call `write` in this thread."""
-        self._run(write)
-        self.blocked_seconds = self.seconds
-
-    def run_in_thread(self, write: Callable[[], None]) -> None:
-        """Call `write` in another thread."""
-        DeviceThread(self._run, "save", (write,)).start()
+    def start(self, write: Callable[[], None], blocking: bool) -> None:
+        """Call `write`, in another thread unless `blocking`."""
+        if blocking:
+            self._run(write)
+        else:
+            DeviceThread(self._run, "save", (write,)).start()
         self.blocked_seconds = time.monotonic() - self.started
 
     def _run(self, write: Callable[[], None]) -> None:
@@ -140,11 +138,6 @@ class Checkpointer:
         self._save: SaveInProgress | None = None
 
     @property
-    def saves(self) -> bool:
-        """Whether this run saves checkpoints."""
-        return self.config.saves
-
-    @property
     def blocking(self) -> bool:
         """Whether `save` returns only when the checkpoint is written."""
         return self.config.async_mode == "disabled"
@@ -154,7 +147,7 @@ class Checkpointer:
         config = self.config
         first = step == 1 and config.enable_first_step_checkpoint
         is_due = first or last or step % config.interval == 0
-        return self.saves and is_due and step != self.last_step
+        return config.saves and is_due and step != self.last_step
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -201,22 +194,16 @@ class Checkpointer:
             write_checkpoint_manifest(folder, manifest)
             self._after_commit(folder, final)
 
-        def write(state: State) -> None:
+        if not self.blocking:
+            state = self.staging.copy(state)
+        wait_for_copy = self.staging.wait_function()
+
+        def write() -> None:
+            wait_for_copy()
             write_tensors(folder, state, self._collective_save, commit, self.check_lease)
 
-        timeout_seconds = self.config.timeout_seconds
-        if self.blocking:
-            self._save = SaveInProgress(step, folder, started, timeout_seconds)
-            self._save.run(lambda: write(state))
-            return
-        copy, wait_for_copy = self.staging.copy(state), self.staging.wait_function()
-
-        def write_copy() -> None:
-            wait_for_copy()
-            write(copy)
-
-        self._save = SaveInProgress(step, folder, started, timeout_seconds)
-        self._save.run_in_thread(write_copy)
+        self._save = SaveInProgress(step, folder, started, self.config.timeout_seconds)
+        self._save.start(write, self.blocking)
 
     @property
     def writing(self) -> bool:
@@ -381,7 +368,7 @@ class Checkpointer:
         Otherwise the next start would resume from them, and retention would count them as the
         latest. They are deleted only after later saves (checkpoint.keep_aside_k).
         """
-        if self.saves:
+        if self.config.saves:
             self.step_folders.set_aside_later(step)
 
     def _load_hugging_face(

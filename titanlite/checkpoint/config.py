@@ -67,49 +67,39 @@ def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
 def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
     """Reject what cannot be loaded, and a run that would not start from the weights given."""
     if config.initial_load_path is not None and not config.enable:
-        yield _checkpoint_config_error(
-            "initial_load_path",
-            "is set, but checkpoint.enable = false, so the run would start from scratch.",
-            "Set checkpoint.enable = true, or remove checkpoint.initial_load_path.",
+        yield ConfigError(
+            "checkpoint.initial_load_path: is set, but checkpoint.enable = false, so the run would"
+            " start from scratch.",
+            fix="Set checkpoint.enable = true, or remove checkpoint.initial_load_path.",
         )
     for part in config.exclude_from_loading:
         if part not in EXCLUDABLE_PARTS:
             reason = (
                 " (the learning rate is a function of the step)" if part == "lr_scheduler" else ""
             )
-            yield _checkpoint_config_error(
-                "exclude_from_loading",
-                f'"{part}" is not a part that can be excluded{reason}.',
-                f"Use {', '.join(EXCLUDABLE_PARTS)}.",
+            yield ConfigError(
+                f'checkpoint.exclude_from_loading: "{part}" is not a part that can be'
+                f" excluded{reason}.",
+                fix=f"Use {', '.join(EXCLUDABLE_PARTS)}.",
             )
     if is_url(config.folder):
         try:
             StorageFolder(config.folder)
         except CheckpointError as error:
-            yield _checkpoint_config_error("folder", error.message, error.fix)
-    yield from _check_initial_load(config)
-
-
-def _check_initial_load(config: CheckpointConfig) -> Iterator[ConfigError]:
+            yield ConfigError(f"checkpoint.folder: {error.message}", error.fix)
     if config.initial_load_in_hf and config.initial_load_path is None:
-        yield _checkpoint_config_error(
-            "initial_load_in_hf",
-            "is true, but checkpoint.initial_load_path is not set.",
-            "Set checkpoint.initial_load_path to a folder with config.json and safetensors.",
+        yield ConfigError(
+            "checkpoint.initial_load_in_hf: is true, but checkpoint.initial_load_path is not set.",
+            fix="Set checkpoint.initial_load_path to a folder with config.json and safetensors.",
         )
     if config.initial_load_in_hf and not config.initial_load_model_only:
-        yield _checkpoint_config_error(
-            "initial_load_model_only",
-            "is false, but a Hugging Face folder has only weights.",
-            "Leave checkpoint.initial_load_model_only at true.",
+        yield ConfigError(
+            "checkpoint.initial_load_model_only: is false, but a Hugging Face folder has only"
+            " weights.",
+            fix="Leave checkpoint.initial_load_model_only at true.",
         )
     if config.initial_load_path is not None and not config.initial_load_in_hf:
         try:
             read_checkpoint_manifest(StorageFolder(config.initial_load_path))
         except CheckpointError as error:
-            yield _checkpoint_config_error("initial_load_path", error.message, error.fix)
-
-
-def _checkpoint_config_error(key: str, problem: str, fix: str) -> ConfigError:
-    key = f"checkpoint.{key}"
-    return ConfigError(f"{key}: {problem}", fix=fix)
+            yield ConfigError(f"checkpoint.initial_load_path: {error.message}", error.fix)

@@ -151,7 +151,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
         stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
-        sinks = stack.enter_context(build_sinks(job, rank, state, checkpointer.saves))
+        sinks = stack.enter_context(build_sinks(job, rank, state, checkpointer.config.saves))
         report_start(job, state, found, sinks)
         profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
         for profiler in profilers.values():
