@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 from titanlite.checkpoint.manifest import (
     DTYPE_OF_NAME,
     CheckpointManifest,
-    TensorRecord,
     damaged_checkpoint,
     wrong_hash,
 )
@@ -50,9 +49,6 @@ class Chunk(NamedTuple):
 
 
 Chunks = dict[Offsets, Chunk]  # of one tensor; empty chunks are left out
-
-# (offsets, sizes, file, start, length) of one chunk, as stored and not checked yet
-ChunkRow = tuple[Any, Any, Any, Any, Any]
 
 
 def dump_chunks(metadata: Metadata) -> bytes:
@@ -93,9 +89,15 @@ def read_chunks(
     """
     content = _read_chunk_list(folder, manifest)
     try:
+        # Nested lists take thirty times their bytes in memory; flat ones do not.
+        if content.count(b"[") + content.count(b"{") > len(manifest.tensors) + 3:
+            raise ValueError("more lists than tensors")
+        table = _expect_type(parse_json(content), dict)
+        files = _expect_type(table.get("files"), list)
+        lists = _expect_type(table.get("chunks"), dict)
         return {
-            name: _check_chunks(name, manifest.tensors[name], rows, manifest)
-            for name, rows in _rows_of_tensors(content, manifest, names)
+            name: _parse_chunks(name, _expect_type(lists.get(name), list), files, manifest)
+            for name in names
         }
     except ValueError as error:
         reason = f"{CHUNKS_FILE} is not valid: {error!s:.200}"
@@ -138,60 +140,37 @@ def _read_chunk_list(folder: StorageFolder, manifest: CheckpointManifest) -> byt
     return content
 
 
-def _rows_of_tensors(
-    content: bytes, manifest: CheckpointManifest, names: Iterable[str]
-) -> Iterator[tuple[str, Iterator[ChunkRow]]]:
-    # Nested lists take thirty times their bytes in memory; flat ones do not.
-    if content.count(b"[") + content.count(b"{") > len(manifest.tensors) + 3:
-        raise ValueError("more lists than tensors")
-    table = parse_json(content)
-    files, chunks = (_expect_type(table, dict).get(key) for key in ("files", "chunks"))
-    for name in names:
-        flat = _expect_type(_expect_type(chunks, dict).get(name), list)
-        dims = len(manifest.tensors[name].shape)
-        yield name, _split_flat_list(flat, dims, _expect_type(files, list))
-
-
-def _split_flat_list(flat: list, dims: int, files: list) -> Iterator[ChunkRow]:
-    """Split the flat list of a tensor of `dims` dimensions into one row a chunk."""
-    row_length = 3 + 2 * dims
-    if set(map(type, flat)) - {int} or len(flat) % row_length:
-        raise ValueError(f"the list of a tensor is not rows of {row_length} integers")
-    for index in range(0, len(flat), row_length):
-        file, start, length, *rest = flat[index : index + row_length]
-        if not 0 <= file < len(files):
-            raise ValueError(f"file number {file} of {len(files)}")
-        yield tuple(rest[:dims]), tuple(rest[dims:]), files[file], start, length
-
-
 def _expect_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
-def _check_chunks(
-    name: str, tensor: TensorRecord, rows: Iterator[ChunkRow], manifest: CheckpointManifest
-) -> Chunks:
+def _parse_chunks(name: str, flat: list, files: list, manifest: CheckpointManifest) -> Chunks:
     """The chunks of a tensor; raises ValueError unless they pass the checks of `read_chunks`."""
+    shape = manifest.tensors[name].shape
+    dims, row_length = len(shape), 3 + 2 * len(shape)
+    if set(map(type, flat)) - {int} or len(flat) % row_length:
+        raise ValueError(f"the list of a tensor is not rows of {row_length} integers")
     chunks: Chunks = {}
-    filled = 0
-    for offsets, sizes, file, start, length in rows:
-        if not math.prod(sizes):
-            continue
-        inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
+    for index in range(0, len(flat), row_length):
+        number, start, length, *rest = flat[index : index + row_length]
+        offsets, sizes = tuple(rest[:dims]), tuple(rest[dims:])
+        inside = all(
             offset >= 0 and size > 0 and offset + size <= whole
-            for offset, size, whole in zip(offsets, sizes, tensor.shape, strict=True)
+            for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         )
         if not inside or offsets in chunks:
-            problem = "twice" if inside else f"in a tensor of {tensor.shape}"
+            problem = "twice" if inside else f"in a tensor of {shape}"
             raise ValueError(f"{name} has a chunk of {list(sizes)} at {list(offsets)} {problem}")
+        if not 0 <= number < len(files):
+            raise ValueError(f"file number {number} of {len(files)}")
+        file = files[number]
         record = manifest.files.get(file) if type(file) is str else None
-        numbers = type(start) is type(length) is int
-        if record is None or not numbers or start < 0 or not 0 < length <= record.bytes - start:
+        if record is None or start < 0 or not 0 < length <= record.bytes - start:
             raise ValueError(f"{name} has a chunk that is not inside a file of the checkpoint")
         chunks[offsets] = Chunk(sizes, file, start, length)
-        filled += math.prod(sizes)
-    if filled != math.prod(tensor.shape):
-        raise ValueError(f"{name} has {math.prod(tensor.shape)} elements, but its chunks {filled}")
+    filled = sum(math.prod(chunk.sizes) for chunk in chunks.values())
+    if filled != math.prod(shape):
+        raise ValueError(f"{name} has {math.prod(shape)} elements, but its chunks {filled}")
     return chunks

@@ -135,15 +135,10 @@ def read_checkpoint_manifest(
 def _parse_manifest(folder: StorageFolder, body: dict[str, Any]) -> CheckpointManifest:
     """Build a manifest from its JSON table; raises CheckpointError for any wrong key or type."""
     try:
-        wrong = [
-            key
-            for key in ("progress", "facts", "job", "versions", "files", "tensors")
-            if type(body[key]) is not dict
-        ]
-        wrong += [key for key in ("step", "format") if not isinstance(body[key], int)]
-        wrong += [] if isinstance(body["layout"], str) else ["layout"]
-        wrong += [] if isinstance(body["seconds"], (int, float)) else ["seconds"]
-        wrong += [] if isinstance(body["lease"], int) else ["lease"]
+        tables = ("progress", "facts", "job", "versions", "files", "tensors")
+        types: dict[str, Any] = dict.fromkeys(tables, dict)
+        types |= {"step": int, "layout": str, "seconds": int | float, "lease": int}
+        wrong = [key for key, kind in types.items() if not isinstance(body[key], kind)]
         if wrong or body["step"] < 0:
             raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
