@@ -19,6 +19,7 @@ from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.huggingface import (
     HuggingFaceFolder,
+    HuggingFaceReader,
     open_hugging_face,
 )
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
@@ -252,7 +253,7 @@ def load_into_layout(layout, recipe, folders) -> int:
     for path in folders:
         folder = open_hugging_face(StorageFolder(path))
         HuggingFaceFolder.read = counting_read
-        dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.storage_reader())
+        dcp.load(model_and_optimizer_state(state.model), storage_reader=HuggingFaceReader(folder))
         HuggingFaceFolder.read = original_read
         for name, parameter in state.model.named_parameters():
             assert torch.equal(full_value(parameter), folder.read(name).float()), name

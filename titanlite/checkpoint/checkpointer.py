@@ -20,6 +20,7 @@ from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint, find_
 from titanlite.checkpoint.huggingface import (
     CONFIG_FILE,
     PUBLISHED_FILE,
+    HuggingFaceReader,
     open_hugging_face,
     read_published_facts,
 )
@@ -382,7 +383,7 @@ class Checkpointer:
         allowed = self.config.allow_changes
         check_job_properties(folder, saved, properties, model_only=True, allowed=allowed)
         state = model_and_optimizer_state(model)
-        read_tensors(folder, state, self.group, reader=source.storage_reader())
+        read_tensors(folder, state, self.group, reader=HuggingFaceReader(source))
 
 
 def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> dict[str, Any]:

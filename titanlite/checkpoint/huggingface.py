@@ -15,7 +15,6 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -121,10 +120,6 @@ class HuggingFaceFolder:
                     )
                     # copied, as a slice keeps the file mapped
                     yield values.clone(memory_format=torch.contiguous_format)
-
-    def storage_reader(self) -> StorageReader:
-        """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
-        return _HuggingFaceReader(self)
 
 
 def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
@@ -379,8 +374,8 @@ def _open_safetensors(folder: StorageFolder, name: str) -> Iterator[Any]:
         raise CheckpointError(f"{folder}: {name} cannot be read: {error}.") from None
 
 
-class _HuggingFaceReader(BaseStorageReader):
-    """A folder as a DCP checkpoint in which every tensor is one chunk.
+class HuggingFaceReader(BaseStorageReader):
+    """A folder as a DCP checkpoint of {"model": …}, in which every tensor is one chunk.
 
     DCP's own Hugging Face reader cannot map names, reads every safetensors file in the folder,
     listed or not, and cannot fill two names from one tensor, as tied models need.

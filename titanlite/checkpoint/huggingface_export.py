@@ -75,11 +75,11 @@ def write_hugging_face(
     shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
     stored, buffers = _names_by_stored_tensor(spec, shapes), buffer_names(spec, sizes)
     tensors_to_write = {
-        name: ExportedTensor(shape, torch.float32 if name in buffers else dtype)
+        name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
         for name, shape in shapes.items()
     }
     shards = _assign_to_shards(stored, tensors_to_write, max_shard_bytes)
-    total_bytes = sum(tensor.bytes for tensor in tensors_to_write.values())
+    total_bytes = sum(tensor.nbytes for tensor in tensors_to_write.values())
     try:
         folder.create_folder()
         folder.check_free_space(total_bytes, fix="Free disk space, or give another folder.")
@@ -123,29 +123,15 @@ def _names_by_stored_tensor(spec: ModelSpec, names: Iterable[str]) -> dict[str, 
     return stored
 
 
-@dataclass(frozen=True)
-class ExportedTensor:
-    """What is written of one of our parameters or buffers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
 def _assign_to_shards(
-    stored: Mapping[str, Sequence[str]],
-    exported: Mapping[str, ExportedTensor],
-    max_bytes: int,
+    stored: Mapping[str, Sequence[str]], exported: Mapping[str, Tensor], max_bytes: int
 ) -> dict[str, list[str]]:
     """File name -> our names of its tensors, in order; parameters of one stored tensor are in one
     file, and a tensor above `max_bytes` has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
     for names in stored.values():
-        needed = sum(exported[name].bytes for name in names)
+        needed = sum(exported[name].nbytes for name in names)
         if shards[-1] and filled + needed > max_bytes:
             shards.append([])
             filled = 0
@@ -161,11 +147,12 @@ def _write_shard(
     folder: StorageFolder,
     file: str,
     spec: ModelSpec,
-    exported: Mapping[str, ExportedTensor],
+    exported: Mapping[str, Tensor],
     tensors: dict[str, Tensor],
 ) -> None:
     """Write one safetensors file (https://github.com/huggingface/safetensors), freeing `tensors`.
 
+    `exported` has the shapes and dtypes to write, as meta tensors.
     The safetensors library writes to local paths only; a `StorageFolder` may be a URL.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
@@ -195,7 +182,7 @@ def _write_shard(
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _convert_for_export(name: str, tensor: Tensor, exported: ExportedTensor) -> Tensor:
+def _convert_for_export(name: str, tensor: Tensor, exported: Tensor) -> Tensor:
     """A CPU tensor of its dtype; raises CheckpointError for another shape or if values overflow."""
     shape, dtype = exported.shape, exported.dtype
     if tensor.shape != shape:
