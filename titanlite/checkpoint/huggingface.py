@@ -279,30 +279,26 @@ def _check_tensors_match(
     expected: Mapping[str, torch.Size],
 ) -> None:
     """Raise CheckpointError with every difference between stored and expected tensors."""
-    both = {name: (locations[name], shape) for name, shape in expected.items() if name in locations}
-    missing = [name for name in expected if name not in locations]
+    stored = {name: locations[name] for name in expected if name in locations}
     # `derived` matches buffers in old folders whose values follow from config.json.
-    unexpected = [
-        name
-        for name in locations
-        if name not in expected and not fnmatchcase(name, spec.hugging_face.derived)
-    ]
-    wrong_shapes = [
-        f"{name} {list(location.shape)!s:.80}, not {list(shape)}"
-        for name, (location, shape) in both.items()
-        if location.shape != shape
-    ]
-    wrong_dtypes = [
-        f"{name} {location.code}"
-        for name, (location, _) in both.items()
-        if location.code not in DTYPE_OF_CODE
-    ]
-    problems = [
-        *_format_names("tensors are missing", missing),
-        *_format_names("tensors are not part of the model", unexpected),
-        *_format_names("tensors have another shape", wrong_shapes),
-        *_format_names("tensors have an unsupported dtype", wrong_dtypes),
-    ]
+    derived = spec.hugging_face.derived
+    names_by_problem = {
+        "tensors are missing": [name for name in expected if name not in locations],
+        "tensors are not part of the model": [
+            name for name in locations if name not in expected and not fnmatchcase(name, derived)
+        ],
+        "tensors have another shape": [
+            f"{name} {list(location.shape)!s:.80}, not {list(expected[name])}"
+            for name, location in stored.items()
+            if location.shape != expected[name]
+        ],
+        "tensors have an unsupported dtype": [
+            f"{name} {location.code}"
+            for name, location in stored.items()
+            if location.code not in DTYPE_OF_CODE
+        ],
+    }
+    problems = [line for item in names_by_problem.items() for line in _format_names(*item)]
     if problems:
         raise CheckpointError(
             f"{folder}: the tensors are not those of the model in {CONFIG_FILE}:"
