@@ -16,9 +16,10 @@ from titanlite_lab.figure import FAINT, INK, new_figure, save_figure
 from titanlite_lab.loss_curve import BLUE, RED, style_panel
 from titanlite_lab.run_metrics import read_metrics
 
-_APPROXIMATE = ("loss", "grad_norm", "lr")  # must agree within the tolerance
+# must agree within the tolerance; the first two are plotted
+_APPROXIMATE = ("loss", "grad_norm", "lr")
 _EXACT = ("tokens", "samples")  # must be equal, else the runs read different batches
-_DIFFERENT = "#c48a00"  # colour
+_DIFFERENCE_COLOUR = "#c48a00"
 
 RunMetrics = dict[str, dict[int, float]]  # metric -> step -> value
 
@@ -110,8 +111,8 @@ def _read_run(path: Path) -> RunMetrics:
             key: {line["step"]: _to_float(line[key]) for line in steps}
             for key in (*_APPROXIMATE, *_EXACT)
         }
-        if z_losses := {line["step"]: line["z_loss"] for line in steps if line.get("z_loss")}:
-            metrics["z_loss"] = z_losses
+        if any(line.get("z_loss") for line in steps):  # null in all: the run has none
+            metrics["z_loss"] = {line["step"]: _to_float(line.get("z_loss")) for line in steps}
         for event in events:
             if event["event"] == "validation":
                 losses = metrics.setdefault(f"validation {event['name']}", {})
@@ -156,8 +157,8 @@ def verdict(comparison: RunComparison) -> str:
     if not comparison.different:
         compared = pluralize(len(comparison.metrics[0].steps), "step")
         return (
-            f"The runs agree at {compared}: tokens and samples exactly, all else within"
-            f" {tolerance}."
+            f"The runs agree at {compared}: tokens and samples exactly, all else that both have"
+            f" at a common step within {tolerance}."
         )
     first_steps = {m.name: m.steps[m.first_index] for m in comparison.different}
     first = min(first_steps.values())
@@ -166,7 +167,7 @@ def verdict(comparison: RunComparison) -> str:
 
 
 def _table_row(metric: MetricComparison, columns: int) -> list[str]:
-    row = [metric.name, "not in both"]
+    row = [metric.name, "no common step"]
     if len(metric.steps):
         largest = int(metric.difference.argmax())
         row = [metric.name, _format_difference(metric.difference[largest])]
@@ -237,7 +238,7 @@ def draw_comparison(comparison: RunComparison, out: Path) -> None:
         if metric.first_index is not None:
             first = metric.steps[metric.first_index]
             for panel in (upper, lower):
-                panel.axvline(first, color=_DIFFERENT, linewidth=1.0, zorder=0.9)
+                panel.axvline(first, color=_DIFFERENCE_COLOUR, linewidth=1.0, zorder=0.9)
     lower.xaxis.get_major_locator().set_params(integer=True)
     lower.xaxis.set_major_formatter("{x:,.0f}")
     _draw_heading(figure, comparison, lines)
@@ -262,7 +263,7 @@ def _plot_difference(panel, metric: MetricComparison) -> list:
     panel.plot(metric.steps, difference, color=FAINT, **style, **unclipped)
     size = 7 if _marker(difference) else 4
     points = metric.steps[beyond], difference[beyond]
-    panel.plot(*points, ".", color=_DIFFERENT, markersize=size, zorder=4)
+    panel.plot(*points, ".", color=_DIFFERENCE_COLOUR, markersize=size, zorder=4)
     panel.set_yscale("symlog", linthresh=1e-8, linscale=0.5)  # logarithmic, but includes 0
     summary = f"at most {_format_difference(metric.difference.max())}"
     if metric.first_index is not None:

@@ -409,7 +409,8 @@ def test_all_problems_of_the_files_are_reported_together(tmp_path):
         file.truncate(folder.sizes()[files[1]] - 1)
     weights = json.loads(folder.read("model.safetensors.index.json"))["weight_map"]
     moved, removed = [name for name, file in weights.items() if file == files[2]][:2]
-    weights |= {moved: "../" + files[3], "promised": files[2]}
+    save_file({}, folder.path_of("empty.safetensors"))
+    weights |= {moved: "../" + files[3], "promised": files[2], "lost": "empty.safetensors"}
     del weights[removed]
     edit_json(folder, "model.safetensors.index.json", weight_map=weights)
     with pytest.raises(CheckpointError) as refused:
@@ -417,7 +418,7 @@ def test_all_problems_of_the_files_are_reported_together(tmp_path):
     for text in (
         f"{files[1]} is damaged or truncated",
         f"2 files in the index are missing: ../{files[3]}, {files[0]}",
-        "1 tensors are not in the file that the index gives: promised",
+        "2 tensors are not in the file that the index gives: lost, promised",
         "2 tensors are not in the index: ",
         removed,
     ):

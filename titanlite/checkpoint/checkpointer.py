@@ -126,7 +126,7 @@ class Checkpointer:
         self.properties, self.job, self.layout = properties, job, layout
         self.files = dict(files or {})
         self.failures = 0
-        self.last_step = -1  # the step that was last saved or loaded
+        self.last_step = -1  # the step that was loaded, or whose save was started last
         self.save_seconds = 0.0  # duration of the last save
         # Its own group: collectives of the writing thread must not mix with those of training.
         self.group = None
@@ -143,11 +143,11 @@ class Checkpointer:
         """Whether `save` returns only when the checkpoint is written."""
         return self.config.async_mode == "disabled"
 
-    def due(self, step: int, last: bool) -> bool:
+    def due(self, step: int, ends_run: bool) -> bool:
         """Whether to save after step `step`, counted from 1."""
         config = self.config
         first = step == 1 and config.enable_first_step_checkpoint
-        is_due = first or last or step % config.interval == 0
+        is_due = first or ends_run or step % config.interval == 0
         return config.saves and is_due and step != self.last_step
 
     # --- saving --------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Checkpointer:
         The caller may change the tensors after `save` returns: the blocking mode has written them,
         and an asynchronous mode copies them before any later change.
 
-        `final`: the last save of the run, to which the `last_save_*` settings apply.
+        `final`: `step` is training.steps, so the `last_save_*` settings apply.
         `before_commit` is called on the rank that commits, perhaps in another thread, when all
         files but the manifest are on the disk: it writes what must not be older than the
         checkpoint.
@@ -236,6 +236,7 @@ class Checkpointer:
         problem = " ".join(gather_problems(save.problem, self.group))
         if problem:
             self.failures += 1
+            self.last_step = -1  # so this step is due again
             self.step_folders.remove_failed_save(save.folder)
         else:
             self.save_seconds = save.seconds
@@ -284,7 +285,7 @@ class Checkpointer:
         `with_optimizer`: only of those that have optimizer state, see last_save_model_only.
         """
         positions, damaged = self.step_folders.positions(with_optimizer)
-        return dict(positions), damaged
+        return dict(positions), damaged  # pairs until here: JSON has no integer keys
 
     def find_first_valid(self, steps: Sequence[int]) -> tuple[FoundCheckpoint | None, list[str]]:
         """(the first checkpoint of `steps` that is valid, why those before it were refused)."""
@@ -295,26 +296,27 @@ class Checkpointer:
         found: FoundCheckpoint,
         model: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer],
-        properties: dict[str, Any],
+        required: dict[str, Any],
         *,
         finished_at: int | None = None,
         completely: bool = False,
     ) -> dict[str, Any] | None:
         """Read a checkpoint into this layout's shards; returns its progress.
 
-        Returns None if the run starts from the weights of another run. `properties`: of this job.
-        A run that ended at step `finished_at` needs no optimizer state. `completely`: to roll back,
-        where checkpoint.exclude_from_loading does not apply, because it is for starts.
+        Returns None if the run starts from the weights of another run. `required`: the properties
+        that the checkpoint must have, see `Job.properties_to_check`. A run that ended at step
+        `finished_at` needs no optimizer state. `completely`: to roll back, where
+        checkpoint.exclude_from_loading does not apply, because it is for starts.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
-            self._load_hugging_face(folder, model, properties)
+            self._load_hugging_face(folder, model, required)
             return None
         model_only = found.initial and config.initial_load_model_only
         check_job_properties(
             folder,
             manifest.facts,
-            properties,
+            required,
             model_only=model_only,
             allowed=config.allow_changes,
             position=manifest.progress.get("position"),
@@ -333,7 +335,7 @@ class Checkpointer:
                 fix="Use an earlier checkpoint (checkpoint.load_step), or start the optimizer state"
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
-        if properties.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
+        if required.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
         if model_only:
@@ -373,15 +375,15 @@ class Checkpointer:
             self.step_folders.set_aside_later(step)
 
     def _load_hugging_face(
-        self, folder: StorageFolder, model: nn.Module, properties: dict[str, Any]
+        self, folder: StorageFolder, model: nn.Module, required: dict[str, Any]
     ) -> None:
-        source, facts = run_on_all_ranks(
+        source, published_files = run_on_all_ranks(
             lambda: (open_hugging_face(folder), read_published_facts(folder))
         )
-        self.files |= facts
+        self.files |= published_files
         saved = {"model": dataclasses.asdict(source.sizes)}
         allowed = self.config.allow_changes
-        check_job_properties(folder, saved, properties, model_only=True, allowed=allowed)
+        check_job_properties(folder, saved, required, model_only=True, allowed=allowed)
         state = model_and_optimizer_state(model)
         read_tensors(folder, state, self.group, reader=HuggingFaceReader(source))
 
@@ -392,7 +394,7 @@ def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> di
     if "dataloader" in excluded_parts:
         progress["position"] = 0
         # they refer to positions of the earlier start
-        for key in ("skipped", "gaps", "rollbacks", "lanes"):
+        for key in ("gaps", "rollbacks", "lanes"):
             progress.pop(key, None)
     if "train_state" in excluded_parts:
         progress |= {"step": 0, "tokens": 0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,7 +32,7 @@ from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.config_json import StoredPart
 from titanlite.storage import StorageFolder
 
-PUBLISHED_FILE = "hugging_face.json"  # in checkpoints: see read_published_facts
+PUBLISHED_FILE = "hugging_face.json"  # in checkpoints: facts of the original Hugging Face folder
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 ADAPTER_FILE = "adapter_config.json"  # of peft
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -138,22 +138,22 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     prefix = mapping.optional_prefix
     if prefix and not any(stored.startswith(prefix) for stored in locations):
         stored_as = {
-            name: {stored.removeprefix(prefix): shape for stored, shape in parts.items()}
-            for name, parts in stored_as.items()
+            name: {stored.removeprefix(prefix): shape for stored, shape in shapes_stored.items()}
+            for name, shapes_stored in stored_as.items()
         }
     for name, original in spec.tied_parameters(sizes):
         if not stored_as[name].keys() & locations.keys():
             stored_as[name] = stored_as[original]
-    expected = {stored: shape for parts in stored_as.values() for stored, shape in parts.items()}
+    expected = {name: shape for stored in stored_as.values() for name, shape in stored.items()}
     _check_tensors_match(folder, spec, locations, expected)
     tensors = {
         name: StoredParameter(
             shapes[name],
-            tuple(locations[stored] for stored in parts),
+            tuple(locations[stored] for stored in shapes_stored),
             mapping.is_stacked(name),
             mapping.part_of(name),
         )
-        for name, parts in stored_as.items()
+        for name, shapes_stored in stored_as.items()
     }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
@@ -174,10 +174,11 @@ def read_model_config(
 ) -> tuple[ModelSpec, ModelSizes]:
     """The model family and sizes that config.json describes; raises CheckpointError.
 
-    `name`: the wanted family of several with one architecture.
+    `name`: the family to use if several have this architecture.
     """
     config = _read_json_table(folder, CONFIG_FILE)
-    # The first family of an architecture: it can represent all of its models.
+    # Reversed, so that of several families with one architecture the first is kept: it can
+    # represent all models of this architecture.
     families = {spec.hugging_face.architecture: spec for spec in reversed(FAMILIES.values())}
     architectures = config.get("architectures")
     if (
@@ -202,10 +203,10 @@ def read_model_config(
 
 
 def read_published_facts(folder: StorageFolder) -> dict[str, bytes]:
-    """What an export of a model trained from this folder must repeat, as a file of checkpoints.
+    """Facts of this folder that titanlite does not use, but writes again when it exports the model.
 
     The context length, the ids that end a text, generation_config.json and the chat template.
-    Raises CheckpointError.
+    Returns {name: bytes} of the file that keeps them in each checkpoint. Raises CheckpointError.
     """
     config, files = _read_json_table(folder, CONFIG_FILE), folder.sizes()
     others = {
@@ -213,7 +214,7 @@ def read_published_facts(folder: StorageFolder) -> dict[str, bytes]:
         for name in ("generation_config", "tokenizer_config")
     }
     template, file = others["tokenizer_config"].get("chat_template"), "chat_template.jinja"
-    if files.get(file, MAX_JSON_BYTES) < MAX_JSON_BYTES:
+    if file in files and files[file] <= MAX_JSON_BYTES:
         template = folder.read(file).decode(errors="replace")
     tokenizer = folder.read(TOKENIZER_FILE) if TOKENIZER_FILE in files else b""
     facts = {
@@ -221,9 +222,8 @@ def read_published_facts(folder: StorageFolder) -> dict[str, bytes]:
         "eos_token_id": others["generation_config"].get("eos_token_id", config.get("eos_token_id")),
         "generation_config": others["generation_config"],
         "chat_template": template,
-        "tokenizer": xxhash.xxh3_128_hexdigest(
-            tokenizer
-        ),  # that the ids and the template belong to
+        # the ids and the template belong to this tokenizer
+        "tokenizer": xxhash.xxh3_128_hexdigest(tokenizer),
     }
     return {PUBLISHED_FILE: json.dumps(facts).encode()}
 
@@ -242,16 +242,16 @@ def _locate_tensors(folder: StorageFolder) -> dict[str, TensorLocation]:
     index = _read_json_table(folder, INDEX_FILE).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
         raise CheckpointError(f"{folder}: {INDEX_FILE} has no weight_map of names to files.")
-    headers, problems = {}, []
-    for file in sorted(set(index.values())):
+    files = set(index.values())
+    missing = files - file_sizes.keys()
+    headers, problems = {}, _format_names("files in the index are missing", missing)
+    for file in sorted(files - missing):
         try:
-            headers[file] = _read_header(folder, file) if file in file_sizes else {}
+            headers[file] = _read_header(folder, file)
         except CheckpointError as error:
             problems.append(error.message.removeprefix(f"{folder}: ").rstrip("."))
-    missing = [file for file in headers if file not in file_sizes]
-    problems += _format_names("files in the index are missing", missing)
     stored = {(file, name) for file, names in headers.items() for name in names}
-    indexed = {(file, name) for name, file in index.items() if headers.get(file)}
+    indexed = {(file, name) for name, file in index.items() if file in headers}
     problems += _format_names(
         "tensors are not in the file that the index gives", [n for _, n in indexed - stored]
     )
@@ -306,7 +306,7 @@ def _check_tensors_match(
         )
 
 
-def _format_names(problem: str, names: list[str]) -> list[str]:
+def _format_names(problem: str, names: Collection[str]) -> list[str]:
     """A list with one line about these names; an empty list if there are none."""
     left = len(names) - MAX_LISTED_NAMES
     rest = f" and {left} more" if left > 0 else ""
