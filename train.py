@@ -16,7 +16,7 @@ from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, log_start, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
-from titanlite.runtime import exit_with_launcher
+from titanlite.runtime import exit_when_launcher_dies
 from titanlite.training.loop import train
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         return print_help(__doc__, JobConfig, argv[help_at:])
     began = time.monotonic()
     rank, world_size = launched_rank_and_world_size()
-    exit_with_launcher()
+    exit_when_launcher_dies()
     enable_expandable_segments()
     report = ErrorReport()
     try:

@@ -66,10 +66,10 @@ def update_all(layouts: list[str]) -> list[list[int]]:
             computed.append(index)
             return transform(index, matrix)
 
-        def read_shard(index: int, parameters=parameters) -> Tensor:
+        def make_input_shard(index: int, parameters=parameters) -> Tensor:
             return local_shard(parameters[index].detach())
 
-        update = WholeMatrixUpdate(read_shard, compute, written.__setitem__, torch.float32)
+        update = WholeMatrixUpdate(make_input_shard, compute, written.__setitem__, torch.float32)
         wanted = [0, 1, 2, 4, 5]
         complete = matrices.begin(wanted, update)
         assert not written and not computed

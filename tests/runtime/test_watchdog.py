@@ -381,8 +381,8 @@ import os, sys, time, torch
 from pathlib import Path
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
-from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_with_launcher
-exit_with_launcher()
+from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_when_launcher_dies
+exit_when_launcher_dies()
 folder = Path(sys.argv[1])
 cpu, report = torch.device("cpu"), ErrorReport()
 with join_process_group(cpu, CommConfig(), DebugConfig(), folder, report) as session:

@@ -4,8 +4,8 @@ A shard is NAME.bin (the ids, document after document) and NAME.idx:
 
     9 bytes   MMIDIDX and two zeros         8 bytes   version, 1
     1 byte    type of an id                 8 bytes   S, sequences
-    8 bytes   D, length of the last array   S int32   length of each sequence, in ids
-    S int64   its first byte in the .bin    D int64   first sequence of each document
+    8 bytes   D, documents + 1              S int32   length of each sequence, in ids
+    S int64   its first byte in the .bin    D int64   first sequence of each document, then S
 
 All numbers are little-endian. A corpus is one shard, or a folder of shards in the order of their
 names.
@@ -73,7 +73,7 @@ class Corpus(TokenSource):
         files.expect(len(self._shards))
         self.fingerprint = self._hash_content(shards)
         samples = [shard.sample for shard in shards if shard.sample is not None]
-        # does not depend on the manifest, which titanlite writes and Megatron does not
+        # unlike fingerprint the same with and without a manifest
         self.content_sample = (
             xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
             if len(samples) == len(shards)
@@ -99,11 +99,12 @@ class Corpus(TokenSource):
         Raises DataError, or IndexError if outside.
         """
         out = np.empty((len(starts), count), dtype=np.int64)
-        shards = self._ends.searchsorted(starts, side="right").tolist()
-        rows = list(zip(out, starts.tolist(), shards, strict=True))
+        numbers = self._ends.searchsorted(starts, side="right").tolist()
+        rows = list(zip(out, starts.tolist(), numbers, strict=True))
         if self._files.reads_together:
             self._gather_parts(rows)
             return out
+        # Faster: one buffer for all rows. _gather_parts reads, or refuses, the other rows.
         ids = np.empty(count, np.int64)
         content = ids.view(np.uint8).data
         for row, start, number in rows:
@@ -120,7 +121,10 @@ class Corpus(TokenSource):
         return out
 
     def _gather_parts(self, rows: Sequence[tuple[np.ndarray, int, int]]) -> None:
-        """Fill rows of ids, each with its first id and the shard of that, which others follow."""
+        """Fill each (row, start, number of the shard of start) with the ids from start on.
+
+        A row may go on in the next shards. Raises IndexError if it is outside of the corpus.
+        """
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # of a row, and its ids as they are stored
         requests: list[FileRequest] = []
         for row, start, number in rows:
@@ -139,7 +143,7 @@ class Corpus(TokenSource):
             target[:] = ids
 
     def _hash_content(self, shards: Sequence[CorpusShard]) -> str:
-        """Hash of the recorded hashes; without a manifest, of sizes and the ids at both ends."""
+        """Hash of the recorded hashes; without a manifest, of types, sizes and ids at both ends."""
         digest = xxhash.xxh3_128()
         for shard in shards:
             digest.update(f"{shard.type.str} {shard.tokens} ".encode())

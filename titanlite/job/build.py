@@ -77,7 +77,7 @@ class RunServices:
     ) -> AbstractContextManager[None]:
         """Replace an out-of-memory error of the block by a UserError with advice."""
         usage = MemoryUsage(self.rank.device, model, optimizers)
-        return explain_out_of_memory(usage, lambda: self.watchdog.position, self.memory_advice)
+        return explain_out_of_memory(usage, lambda: self.watchdog.position_text, self.memory_advice)
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     stop_request = build_stop_request(job, services)
     stream, validation_sets = build_data(job, rank)
     checkpointer = build_checkpointer(job, stream, lock)
-    watchdog.watch_limit(lambda: checkpointer.limit)
+    watchdog.set_background_limit(lambda: checkpointer.limit)
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")

@@ -12,6 +12,7 @@ import torch
 
 from titanlite.metrics.hardware import measure_matmul_flops, peak_memory_bytes
 
+# Kinds of time; not the phases of the watchdog, which are parts of a step.
 Phase = Literal["step", "data", "pause"]
 
 
@@ -20,7 +21,7 @@ class PhaseTimer:
 
     def __init__(self, phase: Phase, clock: Callable[[], float]):
         self._phase, self._clock = phase, clock
-        self._seconds, self._since = 0.0, clock()
+        self._seconds = self._since = 0.0
         self._is_running = False
 
     def begin(self, phase: Phase) -> None:
@@ -31,7 +32,7 @@ class PhaseTimer:
         self._since, self._is_running = now, phase == self._phase
 
     def take(self) -> float:
-        """Seconds in the phase since the last call."""
+        """Seconds of the phase, of its ended spans, since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -54,7 +55,7 @@ class ThroughputMeter:
         device: torch.device,
     ):
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
+        self.peak_flops = peak_flops  # FLOP/s
         self.devices = devices
         self.device = device
         self._clock: Any = _StreamClock() if device.type == "cuda" else _HostClock()
@@ -105,7 +106,7 @@ class ThroughputMeter:
         model's FLOP/s as a fraction of the peak in the compute dtype
         (https://arxiv.org/abs/2204.02311, appendix B).
         """
-        self._begin(self._marks[-1][0])
+        self._begin(self._marks[-1][0])  # ends the span that is running
         seconds = dict.fromkeys(("step", "data", "pause"), 0.0)
         for (phase, start), (_, end) in pairwise(self._marks):
             seconds[phase] += self._clock.seconds(start, end)
@@ -113,12 +114,12 @@ class ThroughputMeter:
         self._reset(self._marks[-1][0])
 
         tokens_per_second = tokens / max(1e-9, seconds["step"] + seconds["data"])
-        flops = tokens_per_second / self.devices * self.flops_per_token
+        flops_per_second = tokens_per_second / self.devices * self.flops_per_token
         return {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.devices,
-            "tflops_per_device": flops / 1e12,
-            "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "tflops_per_device": flops_per_second / 1e12,
+            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
             "step_seconds": seconds["step"] / steps,
             "data_seconds": seconds["data"] / steps,
             "peak_memory_gib": peak_memory_bytes(self.device) / 2**30,

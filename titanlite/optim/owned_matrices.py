@@ -72,7 +72,8 @@ def _most_expensive_first(costs: Sequence[float]) -> list[int]:
 class WholeMatrixUpdate(NamedTuple):
     """What `OwnedMatrices` does with each matrix, by its index."""
 
-    read_shard: Callable[[int], Tensor]  # this rank's shard of the input; on every rank
+    make_input_shard: Callable[[int], Tensor]
+    # this rank's shard of the input; on every rank, once a step: it may update sharded state
     compute: Callable[[int, Tensor], Tensor]  # whole input -> whole result; on the owner
     write_shard: Callable[[int, Tensor], None]  # takes this rank's shard of the result
     dtype: torch.dtype  # of the input and of the result
@@ -147,7 +148,7 @@ class OwnedMatrices:
         self, members: list[int], update: WholeMatrixUpdate
     ) -> Callable[[], list[Tensor]]:
         """Start to send the shards of a round; returns a function for the owned whole matrices."""
-        shards = {i: update.read_shard(i) for i in members}
+        shards = {i: update.make_input_shard(i) for i in members}
         if self._ranks.group is None:
             return lambda: list(shards.values())
         own, ranks = self._ranks.own, range(self._ranks.size)
@@ -224,7 +225,7 @@ class WholeMatrixOptimizer(ConditionalBase):
         return torch.float32
 
     @abstractmethod
-    def read_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor: ...
+    def make_input_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor: ...
     @abstractmethod
     def compute(self, parameter: nn.Parameter, matrix: Tensor, accept: Tensor | None) -> Tensor: ...
     @abstractmethod
@@ -274,7 +275,7 @@ class WholeMatrixOptimizer(ConditionalBase):
         accept: Tensor | None,
     ) -> Callable[[], None]:
         update = WholeMatrixUpdate(
-            read_shard=lambda i: self.read_shard(parameters[i], accept),
+            make_input_shard=lambda i: self.make_input_shard(parameters[i], accept),
             compute=lambda i, matrix: self.compute(parameters[i], matrix, accept),
             write_shard=lambda i, result: self.write_shard(parameters[i], result, accept),
             dtype=dtype,

@@ -89,7 +89,7 @@ class SOAP(WholeMatrixOptimizer):
         """See `_soap_flops`."""
         return _soap_flops(parameter.shape)
 
-    def read_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor:
+    def make_input_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor:
         """Count a step; returns this rank's shard of the gradient."""
         assert parameter.grad is not None
         self.state[parameter]["step"] += 1

@@ -11,7 +11,7 @@ timeout. Disk access, in any thread, has a limit of its own (`time_limit.py`).
 from __future__ import annotations
 
 import ctypes
-import faulthandler
+import faulthandler  # one timer in a process: each dump_traceback_later replaces the one before
 import os
 import signal
 import sys
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -46,6 +47,7 @@ from titanlite.threads import DeviceThread
 
 SINGLE_RANK_FACTOR = 10  # times the timeout: no other rank waits, so a slow phase is acceptable
 DISK_TIMEOUT_SECONDS = 1800.0  # limit on the phases that are as slow as the disk
+JOIN_SECONDS = 5  # for the watching thread to end
 STACKS_SECONDS = 5  # for writing stacks; the disk may be what hangs
 TRACES_SECONDS = 10  # for writing the flight recorder; the GPU, or the disk, may be what hangs
 CLEANUP_SECONDS = 30  # for closing files after another rank is lost; as long as torchrun waits
@@ -109,7 +111,7 @@ class HeartbeatWatchdog:
         trace: TracebackType | None,
     ) -> None:
         """Leave; raise RankLostError in place of an error that the loss of another rank caused."""
-        if lost := self.find_lost_rank(error):
+        if lost := self._leave_if_rank_lost(error):  # of errors outside of attributing_errors
             raise RankLostError(lost) from error
         reason = "done" if kind is None else f"{kind.__name__}: {error}"
         self.leave(reason.split("\n")[0][:200])
@@ -120,7 +122,7 @@ class HeartbeatWatchdog:
         try:
             yield
         except BaseException as error:
-            if lost := self.find_lost_rank(error):
+            if lost := self._leave_if_rank_lost(error):
                 raise RankLostError(lost) from error
             raise
 
@@ -129,7 +131,7 @@ class HeartbeatWatchdog:
         self._progress.set_phase(step, phase)
 
     @property
-    def position(self) -> str:
+    def position_text(self) -> str:
         """Step and phase of the main thread, for messages."""
         return str(self._progress.position)
 
@@ -137,24 +139,24 @@ class HeartbeatWatchdog:
         """Change the timeout to that of the setting `key`, such as after the first step."""
         self._progress.set_timeout(seconds, key)
 
-    def watch_limit(self, limit: Callable[[], TimeLimit | None]) -> None:
+    def set_background_limit(self, get_limit: Callable[[], TimeLimit | None]) -> None:
         """While background work has a limit, check that limit instead of the main thread's.
 
         The main thread may be waiting for that work.
         """
-        self._background_limit = limit
+        self._background_limit = get_limit
 
     def leave(self, reason: str = "done") -> None:
         """Report that this rank exits by itself, and why, so that it is not declared dead."""
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join(STACKS_SECONDS)
+            self._thread.join(JOIN_SECONDS)
             if self._exchange:
                 self._exchange.close(reason)
             faulthandler.cancel_dump_traceback_later()
 
-    def find_lost_rank(self, error: BaseException | None) -> str:
-        """Describe the rank whose death or exit caused `error`, a failed collective, or return "".
+    def _leave_if_rank_lost(self, error: BaseException | None) -> str:
+        """If a lost rank caused `error`, report it and leave; returns what happened, or "".
 
         Takes several heartbeat intervals, because only missing heartbeats show that a rank is dead.
         One rank prints the result. If a lost rank is found, this rank leaves, and its process is
@@ -192,16 +194,18 @@ class HeartbeatWatchdog:
         own_verdict = Verdict(self._progress.rank, finding) if finding else None
         verdict = exchange.verdict or own_verdict
         self._main_thread_exits = verdict is not None
-        exchange.read_all_ranks(verdict is not None)
+        exchange.read_all_ranks(False)
         return verdict
 
     def _intervals(self) -> Iterator[float]:
-        """Yield the seconds passed, once per heartbeat interval, until this rank leaves."""
+        """Once per heartbeat interval: update the phase and its limit, postpone the dump of the
+        stacks, and yield the seconds passed, until this rank leaves.
+        """
         timer = SuspendAwareTimer()
         while not self._closed.wait(self._progress.heartbeat_seconds):
             passed = timer.lap(self._progress.heartbeat_seconds)
             if position := self._progress.update_stuck_seconds(passed):
-                self._phase_limit = self._limit_phase(position.step, position.phase)
+                self._phase_limit = self._new_phase_limit(position.step, position.phase)
             # Each interval postpones the dump, so it happens only if this thread is blocked too,
             # for example by a thread that holds the GIL while it reads a mapped file on a disk that
             # hangs. faulthandler dumps from C, without the GIL.
@@ -230,7 +234,7 @@ class HeartbeatWatchdog:
             if exchange.finding and store_is_silent:  # no other rank can receive the finding
                 self._end(Verdict(progress.rank, exchange.finding))
 
-    def _limit_phase(self, step: int, phase: str) -> TimeLimit | None:
+    def _new_phase_limit(self, step: int, phase: str) -> TimeLimit | None:
         """The limit on a phase of the main thread in which no other rank would notice a hang."""
         progress = self._progress
         work, thread = f"Rank {progress.rank}: {phase} of step {step}", self._main_thread
@@ -252,7 +256,7 @@ class HeartbeatWatchdog:
         # Work that began after the last check has taken less than `passed` seconds.
         return limit.check(min(passed, time.monotonic() - limit.began))
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: Verdict) -> NoReturn:
         """End this process, whatever its main thread is doing."""
         # If writing the report hangs, faulthandler exits with code 1, which is EXIT_RANK_LOST.
         faulthandler.dump_traceback_later(STACKS_SECONDS, exit=True, file=2)
@@ -273,7 +277,7 @@ class HeartbeatWatchdog:
             _print_error(text)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            text = f"{verdict.problem}\n\nrank {rank} in {self.position}:\n{stacks}"
+            text = f"{verdict.problem}\n\nrank {rank} in {self.position_text}:\n{stacks}"
             (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")
         except OSError as error:
             _print_error(f"rank {rank}: stacks could not be written: {error}")
@@ -310,7 +314,7 @@ def is_communication_error(error: BaseException | None) -> bool:
     return False
 
 
-def exit_with_launcher() -> None:
+def exit_when_launcher_dies() -> None:
     """Have the kernel send this process SIGTERM when torchrun ends for any reason; Linux only."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return

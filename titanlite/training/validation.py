@@ -31,7 +31,7 @@ class ValidationConfig:
 
 
 class ValidationData(Protocol):
-    """A validation set: a finite list of samples."""
+    """What `validate` needs of a `ValidationSet` (data/validation_set.py)."""
 
     name: str
     samples: int
@@ -62,22 +62,22 @@ def validate(
     engine: Engine,
     data: ValidationData,
     samples: int,
-    sequences: int,
+    local_batch_size: int,
     mesh: Mesh,
     device: torch.device,
     set_phase: SetPhase = ignore_phase,
 ) -> ValidationResult:
     """Measure the first `samples` samples of a set.
 
-    `sequences`: per rank and forward pass. Calls `set_phase` before each forward pass.
+    `local_batch_size`: of a forward pass. Calls `set_phase` before each forward pass.
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     counts = torch.zeros(2, dtype=torch.float64, device=device)  # valid tokens, bytes of their text
-    batch = sequences * mesh.batch.size()
-    for start in range(0, samples, batch):  # the same number of forward passes on every rank
+    global_batch = local_batch_size * mesh.batch.size()
+    for start in range(0, samples, global_batch):  # the same number of forward passes on every rank
         set_phase("validate")
-        first = start + mesh.batch_rank * sequences
-        inputs, labels = data.read(first, sequences)
+        first = start + mesh.batch_rank * local_batch_size
+        inputs, labels = data.read(first, local_batch_size)
         labels[max(0, samples - first) :] = IGNORE_INDEX  # samples past the requested number
         loss += engine.evaluate(inputs, labels)
         text_bytes = _count_bytes(labels, data.token_bytes)
@@ -90,7 +90,7 @@ def validate(
 
 
 def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
-    """Bytes of the text of the valid labels, 0-d int64; 0 if the tokenizer is not known."""
+    """Bytes of the text of the valid labels (>= 0, see labels.py), 0-d int64; 0: not known."""
     if token_bytes is None:
         return torch.zeros((), dtype=torch.int64)
     return token_bytes[labels[labels >= 0]].sum()
