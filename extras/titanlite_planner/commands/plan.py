@@ -33,7 +33,7 @@ from titanlite_planner.plan.changes import ChangedAnswer, changed_answers
 from titanlite_planner.plan.files import write_plan, write_text_files
 from titanlite_planner.plan.report import MEMORY_PARTS, part_title, report_lines
 from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
-from titanlite_planner.plan.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -90,7 +90,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print("", *files, *_draw(search, steps, arguments.out), sep="\n")
 
 
-def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[Path]:
+def _draw(search: LayoutSearch, steps: list[PlannedLayout], folder: Path) -> list[Path]:
     """Write the pictures of a plan."""
     labels = [f"{number}  {step.choice.frame.degrees}" for number, step in enumerate(steps, 1)]
     usable = search.target.usable_bytes / GIB

@@ -41,7 +41,7 @@ def estimate_memory(
     return MemoryEstimate(tuple(ranks))
 
 
-def first_excess(workload: Workload, limit: float) -> float | None:
+def first_too_large(workload: Workload, limit: float) -> float | None:
     """Bytes of a rank at a point where it needs more than `limit`; None if there is none."""
     for rank, own in enumerate(_ranks(workload)):
         for point in itertools.chain(_points(rank, own), [_optimizer_step(own, (0.0, 0.0))]):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from titanlite.errors import ConfigError, UserError
 from titanlite_planner.plan.layout_space import PUBLISHED, Frame, LayoutChoice, has_short_context
-from titanlite_planner.plan.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
 
 TIE = 0.03  # relative difference of two estimates that is below their error
 RECOMMENDED = f"the simplest within {TIE:.0%} of the fastest"
@@ -19,7 +19,7 @@ OFFLOADS = ("offload_activations", "offload_optimizer")
 class Alternative(NamedTuple):
     """A layout, and what it is the best of."""
 
-    step: PlannedStep
+    step: PlannedLayout
     labels: list[str]
 
 
@@ -47,7 +47,7 @@ def _complexity(frame: Frame, seq_len: int) -> int:
     return sum(kinds) + (degrees.expert > 1) + len(unproven)
 
 
-def find_simplest(search: LayoutSearch, limit: float) -> PlannedStep | None:
+def find_simplest(search: LayoutSearch, limit: float) -> PlannedLayout | None:
     """The layout with the fewest kinds of parallelism and no offload, if one takes `limit` seconds.
 
     Of several, the fastest. An offload counts as two kinds: no published run has one.

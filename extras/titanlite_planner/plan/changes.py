@@ -15,12 +15,12 @@ from titanlite_planner.hardware import Cluster
 from titanlite_planner.plan.alternatives import OFFLOADS, TIE, find_simplest
 from titanlite_planner.plan.layout_space import MATMUL_CHOICES, LayoutChoice
 from titanlite_planner.plan.request import PlanRequest
-from titanlite_planner.plan.search import Estimates, FrameKey, LayoutSearch, PlannedStep
+from titanlite_planner.plan.search import Estimates, FrameKey, LayoutSearch, PlannedLayout
 
 MIN_SHARE = 0.1  # parts that make less than this fraction of a difference are not named
 
 
-def explain_loss(step: PlannedStep, best: PlannedStep) -> list[tuple[str, float]]:
+def explain_loss(step: PlannedLayout, best: PlannedLayout) -> list[tuple[str, float]]:
     """(part of the time, its difference in seconds) of `step` against `best`.
 
     The parts in which it is slower come first, the largest difference first.
@@ -47,7 +47,7 @@ class ChangedAnswer:
 
 def changed_answers(
     request: PlanRequest,
-    best: PlannedStep,
+    best: PlannedLayout,
     bounds: Mapping[FrameKey, float],
     estimates: Estimates | None = None,
 ) -> list[ChangedAnswer]:
@@ -65,7 +65,7 @@ def changed_answers(
 
 def _answer(
     request: PlanRequest,
-    best: PlannedStep,
+    best: PlannedLayout,
     bounds: Mapping[FrameKey, float],
     estimates: Estimates | None,
     change: _ChangedRequest,
@@ -77,7 +77,7 @@ def _answer(
         for precision in changed.space.precisions
     }
     search = LayoutSearch(changed.space, changed.target, 1, known, estimates)
-    search.counts.print_no_progress()
+    search.counts.disable_progress()
     try:
         limit = search.run().best[0].time.total * (1 + TIE)
     except UserError as problem:
@@ -90,7 +90,7 @@ def _answer(
     return ChangedAnswer(change.assumption, found.choice, same, speed)
 
 
-def _same_frame(search: LayoutSearch, choice: LayoutChoice, limit: float) -> PlannedStep | None:
+def _same_frame(search: LayoutSearch, choice: LayoutChoice, limit: float) -> PlannedLayout | None:
     """The layout of `choice`, with other options if these are faster, if it still is a tie."""
     degrees, micro_batch = choice.frame.degrees, choice.frame.micro_batch
     frames = [f for f in search.frames if (f.degrees, f.micro_batch) == (degrees, micro_batch)]

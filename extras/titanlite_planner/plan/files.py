@@ -16,7 +16,7 @@ from titanlite.settings import to_toml
 from titanlite_planner.plan.alternatives import Alternative
 from titanlite_planner.plan.report import describe_choice, memory_parts, plan_cost
 from titanlite_planner.plan.request import PlanRequest
-from titanlite_planner.plan.search import PlannedStep
+from titanlite_planner.plan.search import PlannedLayout
 
 TOML_NAME, JSON_NAME = "run.toml", "plan.json"
 
@@ -44,7 +44,7 @@ def write_text_files(files: Mapping[Path, str]) -> list[Path]:
     return list(files)
 
 
-def planned_toml(request: PlanRequest, step: PlannedStep, path: Path) -> str:
+def planned_toml(request: PlanRequest, step: PlannedLayout, path: Path) -> str:
     """The job as a TOML for train.py: the settings that differ from the defaults."""
     cluster, degrees = request.cluster, step.choice.frame.degrees
     comments = [
@@ -66,7 +66,7 @@ def planned_toml(request: PlanRequest, step: PlannedStep, path: Path) -> str:
     return "\n".join([*(f"# {line}" for line in comments), "", text])
 
 
-def _record(request: PlanRequest, step: PlannedStep) -> dict[str, Any]:
+def _record(request: PlanRequest, step: PlannedLayout) -> dict[str, Any]:
     choice = step.choice
     return {
         "degrees": dataclasses.asdict(choice.frame.degrees),

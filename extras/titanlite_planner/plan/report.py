@@ -19,7 +19,7 @@ from titanlite_planner.plan.changes import ChangedAnswer, explain_loss
 from titanlite_planner.plan.cost import RunCost, estimate_cost
 from titanlite_planner.plan.layout_space import LayoutChoice
 from titanlite_planner.plan.request import PlanRequest
-from titanlite_planner.plan.search import PlannedStep, SearchCounts
+from titanlite_planner.plan.search import PlannedLayout, SearchCounts
 from titanlite_planner.time.efficiency import find_efficiency
 from titanlite_planner.time.kernels import ALIGNMENT, KernelTimes
 
@@ -43,7 +43,7 @@ MATMULS = {
 }
 
 
-def plan_cost(request: PlanRequest, step: PlannedStep) -> RunCost:
+def plan_cost(request: PlanRequest, step: PlannedLayout) -> RunCost:
     """The cost of the whole training with a planned layout."""
     return estimate_cost(step.workload, request.cluster, step.time, request.tokens)
 
@@ -86,7 +86,7 @@ def report_lines(
         yield from _changes(changes)
 
 
-def _header(request: PlanRequest, counts: SearchCounts, best: PlannedStep) -> Iterator[str]:
+def _header(request: PlanRequest, counts: SearchCounts, best: PlannedLayout) -> Iterator[str]:
     base, space, cluster = request.base, request.space, request.cluster
     yield (
         f"{base.model.name} {base.model.flavor}, {space.spec.count_parameters(space.sizes):,}"
@@ -147,7 +147,7 @@ def _table(request: PlanRequest, layouts: Sequence[Alternative]) -> Iterator[str
     yield "    batch: micro-batch x accumulation steps (micro-batches of the pipeline with PP)"
 
 
-def _error_band(request: PlanRequest, step: PlannedStep) -> str:
+def _error_band(request: PlanRequest, step: PlannedLayout) -> str:
     """How wrong estimates of this kind of model on this GPU were."""
     gpu, workload = request.cluster.gpu.name, step.workload
     precision = PRECISION_NAMES[workload.numerics.matmuls]
@@ -162,7 +162,7 @@ def _error_band(request: PlanRequest, step: PlannedStep) -> str:
     )
 
 
-def _assumptions(request: PlanRequest, step: PlannedStep) -> str:
+def _assumptions(request: PlanRequest, step: PlannedLayout) -> str:
     machine, workload = request.cluster.machine, step.workload
     kernel = {"native": "the GPU's own attention kernel", "flash2": "FlashAttention-2"}
     return (
@@ -213,7 +213,7 @@ def _format_dollars(dollars: float | None) -> str:
     return f"${dollars:.2f}"
 
 
-def _compared(step: PlannedStep, best: PlannedStep) -> str:
+def _compared(step: PlannedLayout, best: PlannedLayout) -> str:
     slower = step.time.total / best.time.total - 1
     name = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than layout 1"
     if abs(slower) <= TIE:
@@ -223,7 +223,7 @@ def _compared(step: PlannedStep, best: PlannedStep) -> str:
     return f"{name}: " + ", ".join(f"{part_title(p)} {seconds:+.2g} s" for p, seconds in lost)
 
 
-def _parts_of_best(step: PlannedStep) -> Iterator[str]:
+def _parts_of_best(step: PlannedLayout) -> Iterator[str]:
     time, memory = step.time, step.memory
     yield "time of layout 1, s"
     yield from _text_bars({part_title(n): part for n, part in time.parts.items() if part > 0})
@@ -235,12 +235,12 @@ def _parts_of_best(step: PlannedStep) -> Iterator[str]:
         yield f"  eager, as its dry run counts it: {eager_bytes(step) / GIB:.1f} GiB"
 
 
-def eager_bytes(step: PlannedStep) -> float:
+def eager_bytes(step: PlannedLayout) -> float:
     """Peak memory of the worst rank without compilation."""
     return estimate_memory(dataclasses.replace(step.workload, compiled=False)).total
 
 
-def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
+def _cost_of_best(request: PlanRequest, step: PlannedLayout) -> Iterator[str]:
     cost = plan_cost(request, step)
     failures, price = cost.failures, request.cluster.dollars_per_hour
     default = ", 20 a parameter without --tokens," if request.default_tokens else ""

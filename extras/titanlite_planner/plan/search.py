@@ -1,9 +1,9 @@
 """Search the layouts of a model on a cluster: the fastest that fit, found by branch and bound.
 
-Candidates are grouped: degrees and micro-batch (a frame), then the schedule, then the options that
-lower the memory and cost time. A group is skipped if its optimistic time, without these options, is
-no better than what was found. The order of the groups does not change the result:
-A test compares it with all candidates.
+Candidates are grouped: degrees, micro-batch and precision (a frame), then the schedule, then the
+options that lower the memory and cost time. A group is skipped if its optimistic time, without
+these options, is no better than what was found. The order of the groups does not change the
+result. A test compares the result with that of trying all candidates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from titanlite.runtime.out_of_memory import GIB
 from titanlite_planner.forked import PROGRESS_SECONDS
 from titanlite_planner.hardware import Cluster
 from titanlite_planner.job_workload import workload_of
-from titanlite_planner.memory.estimate import estimate_memory, first_excess
+from titanlite_planner.memory.estimate import estimate_memory, first_too_large
 from titanlite_planner.memory.offloaded import offloaded_bytes
 from titanlite_planner.memory.rank import MemoryEstimate
 from titanlite_planner.plan.layout_space import (
@@ -41,11 +41,11 @@ from titanlite_planner.time.efficiency import Efficiency
 from titanlite_planner.time.step import StepTime, estimate_step
 from titanlite_planner.workload import Workload
 
-# The bound of a frame follows from one of its schedules: the others have other bubbles, which is
-# taken into account, and other stages and transfers, for which the bound is multiplied by this.
+# A frame's bound is the time of its first schedule, with the bubble of each schedule. Their stages
+# and transfers differ too, by less than this factor.
 BOUND_MARGIN = 0.93
 HOST_SHARE = 0.8  # of the host memory; the rest: processes, checkpoints, data
-PROBES = 20  # frames that are tried before a problem counts as one of all layouts
+PROBES = 20  # so many frames or more are tried before a problem counts as one of all layouts
 
 
 FrameKey = tuple[Degrees, int, str]
@@ -57,7 +57,7 @@ def frame_key(frame: Frame) -> FrameKey:
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class PlannedLayout:
     """A layout that fits, and its estimates."""
 
     choice: LayoutChoice
@@ -83,8 +83,8 @@ class SearchCounts:
         self.memory_estimates += memory
         self.time_estimates += times
 
-    def print_no_progress(self) -> None:
-        """Leave the report to the process that waits for this one."""
+    def disable_progress(self) -> None:
+        """Print nothing: the process that waits for this one reports."""
         self.next_line = math.inf
 
     def print_progress(self) -> None:
@@ -101,7 +101,7 @@ class SearchCounts:
 class SearchResult:
     """The fastest layouts, one for each frame, the best first."""
 
-    best: list[PlannedStep]
+    best: list[PlannedLayout]
     counts: SearchCounts
 
 
@@ -119,22 +119,21 @@ class Estimates:
     """Times and memory of candidates, for searches of one model that differ in the cluster."""
 
     def __init__(self) -> None:
-        self._times: list[tuple[object, dict[LayoutChoice, StepTime]]] = []
-        self._excesses: dict[float, dict[LayoutChoice, float | None]] = {}
+        self._times: dict[object, dict[LayoutChoice, StepTime]] = {}
+        self._bytes_too_large: dict[float, dict[LayoutChoice, float | None]] = {}
 
     def times(self, target: SearchTarget) -> dict[LayoutChoice, StepTime]:
         """Those known for a cluster; the memory of its GPUs changes no time."""
         gpu = dataclasses.replace(target.cluster.gpu, memory_gib=0.0)
         key = dataclasses.replace(target.cluster, gpu=gpu), target.efficiency
-        for known, times in self._times:
-            if known == key:
-                return times
-        self._times.append((key, {}))
-        return self._times[-1][1]
+        return self._times.setdefault(key, {})
 
-    def excesses(self, target: SearchTarget) -> dict[LayoutChoice, float | None]:
-        """Bytes of a rank that does not fit, or None; they depend on nothing but the limit."""
-        return self._excesses.setdefault(target.usable_bytes, {})
+    def bytes_too_large(self, target: SearchTarget) -> dict[LayoutChoice, float | None]:
+        """By candidate: bytes of the first rank that does not fit, or None if all fit.
+
+        Clusters with the same usable memory share them.
+        """
+        return self._bytes_too_large.setdefault(target.usable_bytes, {})
 
 
 class LayoutSearch:
@@ -148,21 +147,20 @@ class LayoutSearch:
         at_least: Mapping[FrameKey, float] | None = None,
         estimates: Estimates | None = None,
     ):
-        """`at_least`: seconds that no candidate of a frame is faster than, where they are known.
-
-        `estimates`: of a search in the same space or with another global batch.
-        The bounds of other frames, and closer ones of these, are estimated when they are needed.
+        """`at_least`: seconds that no candidate of a frame is faster than, where they are known; a
+        closer bound is estimated when it is needed. `estimates`: those of an earlier search of this
+        model, to use again.
         """
         self.space, self.target, self.keep = space, target, keep
         self._at_least = at_least or {}
         self.bounds: dict[FrameKey, float] = {}
         self.counts = SearchCounts()
-        self._best: list[PlannedStep] = []
+        self._best: list[PlannedLayout] = []
         self._limit = math.inf  # seconds that no layout may take
         self._bases: dict[str, Workload] = {}  # by precision
         self.estimates = estimates or Estimates()
         self._times = self.estimates.times(target)
-        self._excesses = self.estimates.excesses(target)
+        self._bytes_too_large = self.estimates.bytes_too_large(target)
         self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._too_large: list[tuple[float, LayoutChoice]] = []  # with the bytes of one rank
         self._shards: dict[LayoutChoice, tuple[float, float]] = {}  # (too few, enough) to fit
@@ -179,7 +177,7 @@ class LayoutSearch:
 
     def among(
         self, frames: list[Frame], fixed: Mapping[str, Any], limit: float = math.inf
-    ) -> PlannedStep | None:
+    ) -> PlannedLayout | None:
         """The fastest layout of some frames that fits, if it takes at most `limit` seconds.
 
         `fixed` are choices as in the space. What this search knows is not estimated again.
@@ -188,13 +186,15 @@ class LayoutSearch:
         if fixed.get("schedule") != self.space.fixed.get("schedule"):
             frames = [frame for frame in frames if any(True for _ in space.schedules(frame))]
         other = LayoutSearch(space, self.target, 1, self.bounds, self.estimates)
-        return other._continue(self, frames, math.nextafter(limit, math.inf))
+        just_above = math.nextafter(limit, math.inf)  # `_limit` is exclusive
+        return other._search_within(self, frames, just_above)
 
-    def _continue(
+    def _search_within(
         self, parent: LayoutSearch, frames: list[Frame], limit: float
-    ) -> PlannedStep | None:
+    ) -> PlannedLayout | None:
         """The fastest layout below `limit`, with the counts and workloads of `parent`."""
-        self.frames, self.counts, self._bases = frames, parent.counts, parent._bases
+        self.frames = frames  # in place of all frames of the space
+        self.counts, self._bases = parent.counts, parent._bases
         self._limit = limit
         self._search()
         return self._best[0] if self._best else None
@@ -203,6 +203,7 @@ class LayoutSearch:
         usable = self.target.usable_bytes
         frames = [f for f in self._accepted_frames if self._least_bytes(f) <= usable]
         known = (self._at_least.get(frame_key(frame), 0.0) for frame in frames)
+        # (bound, number of the frame, whether the bound was estimated)
         bounds = [(bound, number, False) for number, bound in enumerate(known)]
         heapq.heapify(bounds)
         while bounds and bounds[0][0] < self._slowest_kept:
@@ -213,7 +214,7 @@ class LayoutSearch:
             else:
                 heapq.heappush(bounds, (self._bound(frames[number]), number, True))
 
-    def points(self, step: PlannedStep) -> list[tuple[float, float]]:
+    def points(self, step: PlannedLayout) -> list[tuple[float, float]]:
         """(bytes, seconds) of all options of a layout, those that do not fit included."""
         options = self.space.options(step.choice.frame, step.choice.schedule)
         choices = [dataclasses.replace(step.choice, options=each) for each in options]
@@ -234,7 +235,7 @@ class LayoutSearch:
         """Why no layout was found."""
         if self.counts.refused:
             return self.counts.refused[0]
-        if any(enough < math.inf for _, enough in self._shards.values()):
+        if any(enough < math.inf for _, enough in self._shards.values()):  # so a GPU has enough
             host = self.target.cluster.machine.host_gib
             return ConfigError(
                 f"Nothing fits: what is offloaded needs more than {HOST_SHARE:.0%} of the host"
@@ -276,11 +277,11 @@ class LayoutSearch:
         return [frame for frame in self.frames if frame.precision in accepted]
 
     def _workload_of(self, choice: LayoutChoice) -> Workload:
-        """The step of a candidate."""
+        """The workload of a candidate."""
         return self.space.workload(choice, self._base_workload(choice.frame.precision))
 
     def _base_workload(self, precision: str) -> Workload:
-        """The step of a legal layout: others of the precision differ in what a choice says."""
+        """The workload of any legal layout of this precision: a choice replaces what differs."""
         if precision not in self._bases:
             self._bases[precision] = self._find_workload(precision)
         return self._bases[precision]
@@ -319,19 +320,22 @@ class LayoutSearch:
         self.counts.add(memory=1)
         return estimate_memory(self._workload_of(choice)).total
 
-    def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
+    def _estimate_fit(self, choice: LayoutChoice) -> bool:
         """Whether the worst rank has enough memory; the first that has not decides."""
-        if choice not in self._excesses:
+        if choice not in self._bytes_too_large:
             self.counts.add(memory=1)
             workload = self._workload_of(choice)
-            self._excesses[choice] = first_excess(workload, self.target.usable_bytes)
-        needed = self._excesses[choice]
+            self._bytes_too_large[choice] = first_too_large(workload, self.target.usable_bytes)
+        needed = self._bytes_too_large[choice]
         if needed is not None:
             self._too_large.append((needed, choice))
         return needed is None
 
     def _smallest(self) -> tuple[float, Frame]:
-        """The candidate that needs least of those that do not fit; of them, one rank is known."""
+        """The candidate that needs least of those that do not fit.
+
+        One rank of each was estimated, which is a lower bound; so they are estimated in this order.
+        """
         smallest: tuple[float, Frame] | None = None
         for at_least, choice in sorted(self._too_large, key=lambda known: known[0]):
             if smallest and at_least >= smallest[0]:
@@ -347,7 +351,7 @@ class LayoutSearch:
         available = HOST_SHARE * self.target.cluster.machine.host_gib * GIB
         return offloaded_bytes(self._workload_of(choice)) <= available
 
-    def _fits(self, choice: LayoutChoice) -> bool:
+    def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
         """Whether a candidate fits: so do those with more shards and fewer replicas."""
         frame, shard = choice.frame, choice.frame.degrees.shard
         others = dataclasses.replace(frame.degrees, replicate=1, shard=1)
@@ -356,7 +360,7 @@ class LayoutSearch:
         if shard <= too_few:
             return False
         if shard < enough:
-            if self._fits_the_gpu(choice):
+            if self._estimate_fit(choice):
                 enough = shard
             else:
                 too_few = shard
@@ -381,19 +385,22 @@ class LayoutSearch:
         """Seconds that no candidate of the frame is faster than."""
         key = frame_key(frame)
         if key not in self.bounds:
-            self.bounds[key] = self._nodes(frame)[0][0]
+            self.bounds[key] = self._schedule_bounds(frame)[0][0]
         return self.bounds[key]
 
-    def _nodes(self, frame: Frame) -> list[tuple[float, int, str, int]]:
-        """(bound, number, schedule, stages per rank) of the frame's schedules, the best first."""
+    def _schedule_bounds(self, frame: Frame) -> list[tuple[float, int, str, int]]:
+        """(bound, number, schedule, stages per rank) of the frame's schedules, the best first.
+
+        The number keeps the order of equal bounds.
+        """
         first = self.estimate_time(self._first_choice(frame))
         busy = first.total - first.bubble
         idle = self._idle_ratios(frame)
-        nodes = [
+        bounds = [
             ((busy + first.bubble * ratio) * BOUND_MARGIN, number, *schedule)
             for number, (schedule, ratio) in enumerate(idle.items())
         ]
-        return sorted(nodes)
+        return sorted(bounds)
 
     def _idle_ratios(self, frame: Frame) -> dict[tuple[str, int], float]:
         """The bubble of each schedule, relative to that of the first one."""
@@ -412,7 +419,7 @@ class LayoutSearch:
     def _visit(self, frame: Frame) -> None:
         """Keep the fastest candidate of the frame that fits, if it is fast enough."""
         found = None
-        for bound, _, schedule, stages in self._nodes(frame):
+        for bound, _, schedule, stages in self._schedule_bounds(frame):
             limit = min(self._slowest_kept, found.time.total if found else math.inf)
             if bound >= limit:
                 break
@@ -423,19 +430,19 @@ class LayoutSearch:
 
     def _fastest_of_schedule(
         self, frame: Frame, schedule: str, stages: int, limit: float
-    ) -> PlannedStep | None:
+    ) -> PlannedLayout | None:
         """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
         options = self.space.options(frame, schedule)
         group = LayoutChoice(frame, schedule, stages, options[0])
         if self.estimate_time(group).total >= limit:
             return None  # as all others, which take longer
-        if not self._fits(dataclasses.replace(group, options=options[-1])):
+        if not self._fits_the_gpu(dataclasses.replace(group, options=options[-1])):
             return None
         return self._fastest_that_fits(group, options, limit)
 
     def _fastest_that_fits(
         self, group: LayoutChoice, all_options: list[StepOptions], limit: float
-    ) -> PlannedStep | None:
+    ) -> PlannedLayout | None:
         """The fastest of a group's options that fit, if it takes less than `limit` seconds."""
         best, fitting = None, list[StepOptions]()
         by_recompute: dict[str, list[StepOptions]] = defaultdict(list)
@@ -449,13 +456,13 @@ class LayoutSearch:
             if self.estimate_time(first).total >= limit:
                 slow.append(name)  # and with other options longer still
                 continue
-            if not self._fits(last):
+            if not self._fits_the_gpu(last):
                 continue  # the others need more
             for options in same:
                 choice = dataclasses.replace(group, options=options)
                 if any(options.costs_no_less_than(other) for other in fitting):
                     continue
-                if not self._fits(choice):
+                if not self._fits_the_gpu(choice):
                     continue
                 if not self.fits_the_host(choice):
                     continue
@@ -468,7 +475,7 @@ class LayoutSearch:
                 fitting.append(options)
         return best
 
-    def checked(self, choice: LayoutChoice) -> PlannedStep | None:
+    def checked(self, choice: LayoutChoice) -> PlannedLayout | None:
         """The candidate with its job; None if train.py refuses it."""
         try:
             job = planned_job(planned_config(self.target.base, choice), choice)
@@ -476,6 +483,6 @@ class LayoutSearch:
             self.counts.refused.append(problem)
             return None
         workload = self._workload_of(choice)
-        return PlannedStep(
+        return PlannedLayout(
             choice, job, workload, estimate_memory(workload), self.estimate_time(choice)
         )

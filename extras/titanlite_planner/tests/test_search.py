@@ -19,7 +19,7 @@ from titanlite_planner.memory.offloaded import offloaded_bytes
 from titanlite_planner.plan.changes import changed_answers, explain_loss
 from titanlite_planner.plan.layout_space import Frame, LayoutChoice, LayoutSpace, StepOptions
 from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
-from titanlite_planner.plan.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
 
 SMALL = ["--model.n_layers", "4", "--model.dim", "2048", "--model.hidden_dim", "8192"]
 SMALL += ["--model.n_heads", "16", "--model.n_kv_heads", "2", "--model.vocab_size", "32000"]
@@ -47,7 +47,7 @@ def all_candidates(space: LayoutSpace) -> Iterator[LayoutChoice]:
                 yield LayoutChoice(frame, schedule, stages, options)
 
 
-def fastest_of_all(search: LayoutSearch) -> PlannedStep:
+def fastest_of_all(search: LayoutSearch) -> PlannedLayout:
     """The fastest candidate that fits and that train.py accepts, without skipping any."""
     fitting = []
     for number, choice in enumerate(all_candidates(search.space)):

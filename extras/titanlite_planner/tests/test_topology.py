@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
-from titanlite_planner.plan.search import LayoutSearch, PlannedStep
+from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
 
 LESS = ["micro_batch=1", "offload_activations=no", "offload_optimizer=no"]  # a quicker search
 
@@ -22,7 +22,7 @@ def request_of(
     return read_plan_request(arguments, ROOT / "train_configs")
 
 
-def fastest(request: PlanRequest) -> PlannedStep:
+def fastest(request: PlanRequest) -> PlannedLayout:
     return LayoutSearch(request.space, request.target, 1).run().best[0]
 
 
