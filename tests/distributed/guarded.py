@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +150,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
     except UserError as error:
         record.error = f"{error.code}: {error}"
     record.final, record.position = digest(state), state.position
-    record.history = judge.history.state() if judge else {}
+    record.history = asdict(judge.history) if judge else {}
     return record
 
 

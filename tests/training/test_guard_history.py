@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from titanlite.guard.policy import (
     GuardConfig,
     History,
-    Observation,
-    ReplayResult,
     StepVerdict,
     ViolationReason,
     check_guard_config,
@@ -18,23 +17,23 @@ from titanlite.guard.policy import (
 )
 
 NAN, SPIKE = ViolationReason.NONFINITE, ViolationReason.SPIKE
-SAME, NORMAL, VIOLATING = ReplayResult.SAME, ReplayResult.NORMAL, ReplayResult.VIOLATING
 V = StepVerdict
 
 
-def verdicts(config: GuardConfig, *observations: Observation, saved: bool = False) -> list:
+def verdicts(config: GuardConfig, *observations: tuple, saved: bool = False) -> list:
     """The verdicts, in order; `saved`: with the history saved and loaded in between."""
     history, given = History(), []
     for observation in observations:
-        history, verdict = decide(history, observation, config)
+        history, verdict = decide(history, *observation, config)
         given.append(verdict)
         if saved:
-            history = History(**json.loads(json.dumps(history.state())))
+            history = History(**json.loads(json.dumps(asdict(history))))
     return given
 
 
-def at(*steps: int, reason=NAN, replay=SAME, host="") -> list[Observation]:
-    return [Observation(step, reason, replay, host) for step in steps]
+def at(*steps: int, reason=NAN, host=None) -> list[tuple]:
+    """Replayed steps; `reason` None: the replay was no violation; `host`: it had other bits."""
+    return [(step, reason, host) for step in steps]
 
 
 POLICIES = {
@@ -69,17 +68,17 @@ def test_a_warning_never_ends_the_run():
 def test_hardware_faults_are_counted_by_host_and_not_as_violations(saved):
     config = GuardConfig(max_violations=2, max_hardware_faults=3)
     faults = [
-        *at(1, 2, replay=NORMAL, host="a"),
-        *at(3, 4, replay=NORMAL, host="b"),
+        *at(1, 2, reason=None, host="a"),
+        *at(3, 4, reason=None, host="b"),
         *at(5),
-        *at(90, replay=NORMAL, host="a"),
+        *at(90, reason=None, host="a"),
     ]
     assert verdicts(config, *faults, saved=saved) == [*[V.ACCEPT] * 4, V.SKIP, V.GIVE_UP]
 
 
 def test_other_bits_that_violate_again_count_as_both():
     config = GuardConfig(max_violations=9, max_hardware_faults=2)
-    given = verdicts(config, *at(1, replay=VIOLATING, host="a"), *at(9, replay=NORMAL, host="a"))
+    given = verdicts(config, *at(1, host="a"), *at(9, reason=None, host="a"))
     assert given == [V.SKIP, V.GIVE_UP]
 
 

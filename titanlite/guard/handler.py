@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 import torch
 
 from titanlite.distributed.collectives import run_on_rank_0
+from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import TrainingDiverged
-from titanlite.guard.culprit import Culprit, CulpritSearch, Evidence, OutputProbe
-from titanlite.guard.judge import PendingStep, PendingSteps, StepJudge
-from titanlite.guard.policy import (
-    History,
-    Observation,
-    ReplayResult,
-    StepVerdict,
-    ViolationReason,
-    decide,
+from titanlite.guard.culprit import (
+    Culprit,
+    CulpritSearch,
+    OutputCall,
+    find_strongest,
+    recording_outputs,
 )
+from titanlite.guard.judge import PendingStep, PendingSteps, StepJudge
+from titanlite.guard.policy import History, StepVerdict, ViolationReason
 from titanlite.guard.rollback import CheckpointRollback, Trouble
 from titanlite.log import pluralize
 from titanlite.optim import shard_norms
@@ -77,10 +77,7 @@ class Violation:
 
 
 class Guard(StepGuard):
-    """Replays violating steps, and accepts or skips them, rolls the run back, or ends it.
-
-    The ranks agree through `run.max_over_ranks`, which must be idle.
-    """
+    """Replays violating steps, and accepts or skips them, rolls the run back, or ends it."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class Guard(StepGuard):
         """
         self._run, self._optional_judge, self._rollback = run, judge, rollback
         self._dump_batch, self._inside_layers = dump_batch, not compiles_layers
-        self._max_over_ranks, self._pending = run.max_over_ranks, PendingSteps()
+        self._tree, self._pending = RankTree(), PendingSteps()
         names = [name for name, _ in run.state.model.named_parameters()]
         self._search = CulpritSearch(names, run.step_settings.mesh.pp.get_local_rank())
 
@@ -116,8 +113,7 @@ class Guard(StepGuard):
 
     def has_rejected(self) -> bool:
         """See `StepGuard.has_rejected`."""
-        self._max_over_ranks.start(self._pending.wait())
-        return bool(self._max_over_ranks.wait()[0])
+        return bool(self._tree.max([self._pending.wait()])[0])
 
     def check_parameters(self, step: int, result: StepResult) -> bool:
         """See `StepGuard.check_parameters`; ends the run unless the policy is to roll back.
@@ -126,10 +122,9 @@ class Guard(StepGuard):
         """
         norms = torch.stack(shard_norms(list(self._run.state.model.parameters())))
         own = self._search.nonfinite_parameter(norms)
-        self._max_over_ranks.start(own.level)
-        if not self._max_over_ranks.wait()[0]:
+        if not self._tree.max([own.strength > (0,)])[0]:
             return False
-        _, culprit, _ = self._search.strongest(own, self._max_over_ranks)
+        _, culprit, _ = find_strongest(own)
         values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
         violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
         if not self._rolls_back_nonfinite:
@@ -140,15 +135,25 @@ class Guard(StepGuard):
     def settle(self, open_batches: Callable[[], Batch]) -> StepResult | None:
         """See `StepGuard.settle`; raises TrainingDiverged if the guard gives up."""
         first = self._undo_rejected()
-        return self._replay(first, open_batches())
+        if self._run.step_settings.optimizer_in_backward is None:
+            return self._replay(first, open_batches())
+        # It has updated the parameters, so it cannot be replayed.
+        reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
+        violation = self._describe(first.step, first.result, reason, [])
+        path = self._dump_batch(first.step, first.position, first.result.samples)
+        if not self._rolls_back_nonfinite:
+            self._give_up(violation, batch=path)
+        event = EVENTS[StepVerdict.ROLL_BACK]
+        self._run.sinks.event(first.step, event, **violation.fields, batch=path)
+        self._roll_back(violation, first.position, first.result.samples)
+        return None
 
     def _undo_rejected(self) -> PendingStep:
         """Take back the first rejected step and those after it, which changed no parameter."""
         run = self._run
         first, judged = self._pending.take_rejected()
         step = first.step if first else 0
-        self._max_over_ranks.start(step, -step)
-        latest, earliest = self._max_over_ranks.wait()
+        latest, earliest = self._tree.max([step, -step])
         if first is None or latest != -earliest:  # some rank has updated parameters, another not
             raise TrainingDiverged(
                 f"the ranks disagree on the first violating step: one found step {latest}, another"
@@ -163,25 +168,23 @@ class Guard(StepGuard):
         return first
 
     def _replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
-        """Replay a step that was undone, and accept or skip it; `batch` is in host memory."""
+        """Replay a step that was undone, and accept or skip it; `batch` is in host memory.
+
+        Returns None if the run was rolled back.
+        """
         run = self._run
-        samples = first.result.samples
-        position = first.before.counters.next_start(samples)
-        if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
-            violation = self._describe(first.step, first.result, self._evidence(first.result))
-            path = self._dump_batch(first.step, position, samples)
-            if not self._rolls_back_nonfinite:
-                self._give_up(violation, batch=path)
-            event = EVENTS[StepVerdict.ROLL_BACK]
-            run.sinks.event(first.step, event, **violation.fields, batch=path)
-            self._roll_back(violation, position, samples)
+        with recording_outputs(run.state.model, self._inside_layers) as calls:
+            result = compute_gradients(
+                run.state,
+                run.engine,
+                batch.to(run.device),
+                settings=run.step_settings,
+                set_phase=partial(run.watchdog.set_phase, first.step),
+            )
+        verdict, violation = self._decide(first, result, calls)
+        if violation and verdict is StepVerdict.ROLL_BACK:
+            self._roll_back(violation, first.position, first.result.samples)
             return None
-        result, evidence = self._recompute(first, batch)
-        history, verdict = self._decide(first, result, evidence)
-        if verdict is StepVerdict.ROLL_BACK:
-            self._roll_back(self._describe(first.step, result, evidence), position, samples)
-            return None
-        self._judge.record(history)
         if verdict is StepVerdict.ACCEPT:
             if not result.overflowed:  # otherwise finish_step applies no update
                 accept = self._judge.accept(result.loss, result.grad_norm)
@@ -192,42 +195,29 @@ class Guard(StepGuard):
         finish_step(run.state, result, run.step_settings)
         return result
 
-    def _recompute(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
-        """(result without an update, this rank's evidence of where a violation comes from)."""
-        run = self._run
-        probe = OutputProbe(run.state.model, self._inside_layers)
-        with probe.recording():
-            result = compute_gradients(
-                run.state,
-                run.engine,
-                batch.to(run.device),
-                settings=run.step_settings,
-                set_phase=partial(run.watchdog.set_phase, first.step),
-            )
-        return result, self._evidence(result, probe)
-
     def _decide(
-        self, first: PendingStep, replayed: StepResult, evidence: Evidence
-    ) -> tuple[History, StepVerdict]:
-        """Compare a step with its replay, decide, report; raises TrainingDiverged to give up."""
-        judge, search, ranks = self._judge, self._search, self._max_over_ranks
-        reason = self._agreed_reason(replayed)
-        level, faulty, _ = search.strongest(search.other_bits(first.result, replayed), ranks)
-        replay = ReplayResult.VIOLATING if reason else ReplayResult.NORMAL
-        replay = replay if level else ReplayResult.SAME
-        cause = reason or self._agreed_reason(first.result) or ViolationReason.NONFINITE
-        observation = Observation(first.step, cause, replay, faulty.host)
-        history, verdict = decide(judge.history, observation, judge.config)
-        if replay is not ReplayResult.SAME:
-            self._report_fault(first, replayed, faulty, history)
-        if replay is not ReplayResult.NORMAL:
-            violation = self._describe(first.step, replayed, evidence)
-            counters, samples = first.before.counters, first.result.samples
-            path = self._dump_batch(first.step, counters.next_start(samples), samples)
-            if verdict is StepVerdict.GIVE_UP:
-                self._give_up(violation, history.in_a_row, path)
-            self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
-        return history, verdict
+        self, first: PendingStep, replayed: StepResult, calls: list[OutputCall]
+    ) -> tuple[StepVerdict, Violation | None]:
+        """Compare a step with its replay, decide, report; raises TrainingDiverged to give up.
+
+        Returns what to do, and the violation, or None if the replay is none.
+        """
+        judge, reason = self._judge, self._agreed_reason(replayed)
+        differs, faulty, _ = find_strongest(self._search.other_bits(first.result, replayed))
+        if not differs and not reason:  # only on a GPU, where few last bits are not compared
+            reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
+        host = faulty.host if differs else None
+        verdict = judge.decide(first.step, reason, host)
+        if differs:
+            self._report_fault(first, replayed, faulty, judge.history)
+        if not reason:
+            return verdict, None
+        violation = self._describe(first.step, replayed, reason, calls)
+        path = self._dump_batch(first.step, first.position, first.result.samples)
+        if verdict is StepVerdict.GIVE_UP:
+            self._give_up(violation, judge.history.in_a_row, path)
+        self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
+        return verdict, violation
 
     @property
     def _rolls_back_nonfinite(self) -> bool:
@@ -239,26 +229,24 @@ class Guard(StepGuard):
         reason = f"{violation.reason.value}, {violation.values}"
         self._rollback.roll_back(Trouble(violation.step, position, samples, reason))
 
-    def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
-        reason = self._judge.violation(result.loss, result.grad_norm)
+    def _describe(
+        self, step: int, result: StepResult, reason: ViolationReason, calls: list[OutputCall]
+    ) -> Violation:
+        """The violation of a step, from the evidence of all ranks."""
+        limits = self._judge.limits()
         if reason is ViolationReason.SPIKE:
-            loss_limit, _ = self._judge.limits()
-            return self._search.spike(result, is_loss=float(result.loss) > loss_limit)
-        module, order = probe.first_bad() if probe else ("", 0)
-        return self._search.nonfinite(result, module, order)
-
-    def _describe(self, step: int, result: StepResult, evidence: Evidence) -> Violation:
-        reason = self._agreed_reason(result) or ViolationReason.NONFINITE
-        own = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
-        _, culprit, values = self._search.strongest(evidence, self._max_over_ranks, own)
-        return Violation(step, reason, **values, limits=self._judge.limits(), culprit=culprit)
+            evidence = self._search.spike(result, is_loss=float(result.loss) > limits[0])
+        else:
+            evidence = self._search.nonfinite(result, calls)
+        own = (float(result.loss), float(result.grad_norm))
+        _, culprit, (loss, grad_norm) = find_strongest(evidence, own)
+        return Violation(step, reason, loss, grad_norm, limits, culprit)
 
     def _agreed_reason(self, result: StepResult) -> ViolationReason | None:
         """Why any rank finds that a step is a violation; None if no rank does."""
         reasons = (None, ViolationReason.SPIKE, ViolationReason.NONFINITE)
         own = self._judge.violation(result.loss, result.grad_norm)
-        self._max_over_ranks.start(0 if result.overflowed else reasons.index(own))
-        return reasons[self._max_over_ranks.wait()[0]]
+        return reasons[self._tree.max([0 if result.overflowed else reasons.index(own)])[0]]
 
     def _report_fault(
         self, first: PendingStep, replayed: StepResult, faulty: Culprit, history: History

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.collectives import all_reduce_min
-from titanlite.guard.policy import MIN_WINDOW_STEPS, GuardConfig, History, ViolationReason
+from titanlite.guard.policy import (
+    MIN_WINDOW_STEPS,
+    GuardConfig,
+    History,
+    StepVerdict,
+    ViolationReason,
+    decide,
+)
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult
 
@@ -92,7 +99,7 @@ class StepJudge:
     def state(self) -> dict[str, Any]:
         """History and window as JSON values; waits for the device."""
         window = self._window[:, ~self._window[0].isnan()].tolist()
-        return {"history": self.history.state(), "window": window}
+        return {"history": asdict(self.history), "window": window}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Restore what `state` returned, or the start (None); raises an exception if not valid."""
@@ -106,9 +113,12 @@ class StepJudge:
         self._window.fill_(math.nan)
         self._window[:, self.config.window_steps - newest.shape[1] :] = newest
 
-    def record(self, history: History) -> None:
-        """Keep the history that `decide` returned."""
-        self.history = history
+    def decide(
+        self, step: int, reason: ViolationReason | None, faulty_host: str | None
+    ) -> StepVerdict:
+        """What to do with a step that was replayed, from the history; see `policy.decide`."""
+        self.history, verdict = decide(self.history, step, reason, faulty_host, self.config)
+        return verdict
 
     def _values(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         # Under CPU offload the norm is in host memory, as are the parameters and this judge, so
@@ -155,6 +165,11 @@ class PendingStep:
     before: HostState
     result: StepResult
     accept: Tensor  # 0-d bool on the device
+
+    @property
+    def position(self) -> int:
+        """The first position that it consumed."""
+        return self.before.counters.next_start(self.result.samples)
 
 
 class PendingSteps:

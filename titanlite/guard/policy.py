@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from titanlite.errors import ConfigError
 from titanlite.guard.rollback import RollbackPolicy
@@ -99,14 +98,6 @@ class ViolationReason(Enum):
     SPIKE = "spike"
 
 
-class ReplayResult(Enum):
-    """How the replay of a violating step compares with its first computation."""
-
-    SAME = "the same bits on every rank"  # the data or the optimization is the cause
-    NORMAL = "other bits, and no violation"  # the hardware is the cause
-    VIOLATING = "other bits, and a violation again"  # both
-
-
 class StepVerdict(Enum):
     """What happens to a violating step."""
 
@@ -117,16 +108,6 @@ class StepVerdict(Enum):
 
 
 @dataclass(frozen=True)
-class Observation:
-    """A violating step that was replayed; the same on all ranks."""
-
-    step: int  # counted from 1
-    reason: ViolationReason
-    replay: ReplayResult
-    host: str = ""  # of the rank that computed other bits
-
-
-@dataclass(frozen=True)
 class History:
     """What earlier violations leave behind; saved in checkpoints."""
 
@@ -134,36 +115,31 @@ class History:
     in_a_row: int = 0  # how many such steps there are in a row, up to `last_step`
     hardware_faults: Mapping[str, int] = field(default_factory=dict)  # by host
 
-    def state(self) -> dict[str, Any]:
-        """The history as JSON values."""
-        return dataclasses.asdict(self)
-
-    def with_fault_of(self, host: str) -> History:
-        """The history after one more hardware fault of a host."""
-        faults = {**self.hardware_faults, host: self.hardware_faults.get(host, 0) + 1}
-        return dataclasses.replace(self, hardware_faults=faults)
-
-    def with_violation_at(self, step: int) -> History:
-        """The history after one more violation that the hardware did not cause."""
-        in_a_row = self.in_a_row + 1 if step == self.last_step + 1 else 1
-        return dataclasses.replace(self, last_step=step, in_a_row=in_a_row)
-
 
 def decide(
-    history: History, observation: Observation, config: GuardConfig
+    history: History,
+    step: int,
+    reason: ViolationReason | None,
+    faulty_host: str | None,
+    config: GuardConfig,
 ) -> tuple[History, StepVerdict]:
-    """(the new history, what to do with a violating step)."""
-    if observation.replay is not ReplayResult.SAME:
-        history = history.with_fault_of(observation.host)
-        if history.hardware_faults[observation.host] >= config.max_hardware_faults:
+    """(the new history, what to do with a violating `step`, counted from 1, that was replayed).
+
+    `reason`: why the replay is a violation, too; None if it is not. `faulty_host` computed other
+    bits than in the replay: the hardware is a cause, and the only one if there is no `reason`. None
+    if the bits are the same: the data or the optimization is the cause.
+    """
+    if faulty_host is not None:
+        count = history.hardware_faults.get(faulty_host, 0) + 1
+        faults = {**history.hardware_faults, faulty_host: count}
+        history = replace(history, hardware_faults=faults)
+        if count >= config.max_hardware_faults:
             return history, StepVerdict.GIVE_UP
-        if observation.replay is ReplayResult.NORMAL:
-            return history, StepVerdict.ACCEPT
-    is_spike = observation.reason is ViolationReason.SPIKE
-    policy = config.spike if is_spike else config.nonfinite
-    if policy == "warn":
+    policy = config.spike if reason is ViolationReason.SPIKE else config.nonfinite
+    if reason is None or policy == "warn":
         return history, StepVerdict.ACCEPT
-    history = history.with_violation_at(observation.step)
-    if history.in_a_row >= config.max_violations:
+    in_a_row = history.in_a_row + 1 if step == history.last_step + 1 else 1
+    history = replace(history, last_step=step, in_a_row=in_a_row)
+    if in_a_row >= config.max_violations:
         return history, StepVerdict.GIVE_UP
     return history, StepVerdict.ROLL_BACK if policy == "rollback" else StepVerdict.SKIP
