@@ -10,9 +10,9 @@ import torch
 
 from titanlite.data import PositionWindow
 from titanlite.errors import CheckpointError
+from titanlite.guard.policy import GuardConfig
 from titanlite.guard.rollback import (
     RollbackHistory,
-    RollbackPolicy,
     SavedRollbacks,
     Trouble,
     steps_to_roll_back_to,
@@ -25,8 +25,8 @@ from titanlite.optim import OptimizerSet
 from titanlite.training.state import Counters, TrainState
 
 BATCH = 8
-SKIP = RollbackPolicy(steps=10, lr_factor=0.0, max_tries=3)
-LOWER = RollbackPolicy(steps=10, lr_factor=0.5, max_tries=3)
+SKIP = GuardConfig(rollback_steps=10)
+LOWER = GuardConfig(rollback_steps=10, rollback_lr_factor=0.5)
 
 
 def trouble_at(position: int) -> Trouble:

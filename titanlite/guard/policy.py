@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Annotated, Literal
 
 from titanlite.errors import ConfigError
-from titanlite.guard.rollback import RollbackPolicy
 from titanlite.settings import Positive, Range
 
 MIN_WINDOW_STEPS = 16  # accepted steps before a value can be a spike
@@ -54,10 +53,6 @@ class GuardConfig:
     def rolls_back(self) -> bool:
         """Whether a policy is to roll back."""
         return "rollback" in (self.nonfinite, self.spike)
-
-    @property
-    def rollback(self) -> RollbackPolicy:
-        return RollbackPolicy(self.rollback_steps, self.rollback_lr_factor, self.rollback_tries)
 
     @property
     def enabled(self) -> bool:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -22,27 +21,12 @@ from titanlite.data import PositionWindow
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
 from titanlite.files import write_file_atomically
+from titanlite.guard.policy import GuardConfig
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks
 from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
 from titanlite.training.periodic import report_save
 from titanlite.training.state import Counters, TrainState
-
-REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, if a roll-back was not possible
-
-
-@dataclass(frozen=True)
-class RollbackPolicy:
-    """The settings of [guard] that decide what a run does after a roll-back."""
-
-    steps: int  # of the first window, before the trouble and after it
-    lr_factor: float  # of the learning rate in the window; 0: the window is skipped
-    max_tries: int  # for one trouble
-
-    @property
-    def longest_steps(self) -> int:
-        """Steps before the trouble at which the largest window starts."""
-        return self.steps << (self.max_tries - 1)
 
 
 @dataclass(frozen=True)
@@ -82,9 +66,8 @@ class RollbackHistory:
     @cached_property
     def windows(self) -> tuple[PositionWindow, ...]:
         """The windows in force: of each trouble, that of its last try."""
-        following = [later.number for later in self.tries[1:]]
-        last = [number == 1 for number in following] + [True] * bool(self.tries)
-        return tuple(t.window for t, is_last in zip(self.tries, last, strict=True) if is_last)
+        numbers = [*(later.number for later in self.tries[1:]), 1]  # of the try after each
+        return tuple(t.window for t, after in zip(self.tries, numbers, strict=False) if after == 1)
 
     def tries_for(self, trouble: Trouble) -> tuple[RollbackTry, ...]:
         """The tries for the same trouble so far; empty if `trouble` is a new one.
@@ -99,24 +82,22 @@ class RollbackHistory:
             return ()
         return self.tries[len(self.tries) - latest.number :]
 
-    def next_try(self, trouble: Trouble, policy: RollbackPolicy) -> RollbackTry | None:
+    def next_try(self, trouble: Trouble, config: GuardConfig) -> RollbackTry | None:
         """The next try; None if all tries for this trouble have failed.
 
-        Each try has a window of twice the size, and with `lr_factor` a learning rate that is lower
-        by that factor again. With the default `steps`, the first window has 201 batches: 100 before
-        the trouble, its own, and 100 after it. PaLM's training skipped 200 to 500 batches by hand,
-        from a checkpoint about 100 steps before the spike (https://arxiv.org/abs/2204.02311,
-        section 5.1).
+        With the default `rollback_steps`, the first window has 201 batches: 100 before the trouble,
+        its own, and 100 after it. PaLM's training skipped 200 to 500 batches by hand, from a
+        checkpoint about 100 steps before the spike (https://arxiv.org/abs/2204.02311, section 5.1).
         """
         earlier = self.tries_for(trouble)
-        if len(earlier) >= policy.max_tries:
+        if len(earlier) >= config.rollback_tries:
             return None
         first = earlier[0].trouble if earlier else trouble
-        margin = (policy.steps << len(earlier)) * trouble.samples
+        margin = (config.rollback_steps << len(earlier)) * trouble.samples
         window = PositionWindow(
             max(0, first.position - margin),
             trouble.position + trouble.samples + margin,
-            policy.lr_factor ** (len(earlier) + 1),
+            config.rollback_lr_factor ** (len(earlier) + 1),
         )
         return RollbackTry(len(earlier) + 1, trouble, window)
 
@@ -135,24 +116,21 @@ class RollbackHistory:
             RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
             for e in entries
         ]
-        for number, attempt in enumerate(tries):
-            _check_try(attempt, tries[number - 1].number if number else 0)
+        number = 0  # of the try before
+        for attempt in tries:
+            trouble, window = attempt.trouble, attempt.window
+            counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
+            is_valid = (
+                all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+                and attempt.number in (1, number + 1)
+                and window.start < window.end
+                and type(trouble.reason) is str
+                and 0 <= window.lr_factor < 1  # not NaN
+            )
+            if not is_valid:
+                raise ValueError(f"{attempt} is not a roll-back")
+            number = attempt.number
         return cls(tuple(tries))
-
-
-def _check_try(attempt: RollbackTry, number_before: int) -> None:
-    """Raise ValueError for a try that `RollbackHistory.next_try` does not return."""
-    trouble, window = attempt.trouble, attempt.window
-    counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
-    is_valid = (
-        all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
-        and attempt.number in (1, number_before + 1)
-        and window.start < window.end
-        and type(trouble.reason) is str
-        and 0 <= window.lr_factor < 1  # not NaN
-    )
-    if not is_valid:
-        raise ValueError(f"{attempt} is not a roll-back")
 
 
 def steps_to_roll_back_to(
@@ -198,7 +176,7 @@ class SavedRollbacks:
 class CheckpointRollback:
     """Rolls a run back to an earlier checkpoint."""
 
-    policy: RollbackPolicy
+    config: GuardConfig
     past: SavedRollbacks
     state: TrainState
     checkpointer: Checkpointer
@@ -218,9 +196,9 @@ class CheckpointRollback:
         report_save(self.checkpointer.wait(), self.checkpointer, self.sinks)
         self.watchdog.set_phase(trouble.step, "load")
         history = self.past.history
-        attempt = history.next_try(trouble, self.policy)
+        attempt = history.next_try(trouble, self.config)
         if attempt is None:
-            self._give_up(history, trouble, f"all {self.policy.max_tries} tries have failed")
+            self._give_up(history, trouble, f"all {self.config.rollback_tries} tries have failed")
         found, refused = self._find_checkpoint(history, attempt)
         if found is None:
             self._report_refused(trouble.step, refused)
@@ -271,9 +249,19 @@ class CheckpointRollback:
     def _give_up(self, history: RollbackHistory, trouble: Trouble, why: str) -> NoReturn:
         """End the run with exit code 3, and a report of what was tried."""
         tries = history.tries_for(trouble)
-        report = self.lock.folder / "guard" / REPORT_FILE
+        report = self.lock.folder / "guard" / "rollback.json"
+        content = {
+            "step": trouble.step,
+            "reason": trouble.reason,
+            "ended_because": why,
+            "tries": RollbackHistory(tries).to_json(),
+        }
         if dist.get_rank() == 0:
-            _write_report(report, trouble, why, tries)
+            try:
+                report.parent.mkdir(parents=True, exist_ok=True)
+                write_file_atomically(report, json.dumps(content, indent=1).encode())
+            except OSError as error:  # must not hide why the run ends
+                logger.warning("%s: %s", report, error.strerror or error)
         self.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
         lines = "".join(f"\n    {attempt}" for attempt in tries)
         raise TrainingDiverged(
@@ -283,17 +271,3 @@ class CheckpointRollback:
             " older checkpoint (checkpoint.load_step). The same command without a change repeats"
             " these tries.",
         ).mark_on_all_ranks()
-
-
-def _write_report(path: Path, trouble: Trouble, why: str, tries: tuple[RollbackTry, ...]) -> None:
-    content = {
-        "step": trouble.step,
-        "reason": trouble.reason,
-        "ended_because": why,
-        "tries": RollbackHistory(tries).to_json(),
-    }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file_atomically(path, json.dumps(content, indent=1).encode())
-    except OSError as error:  # must not hide why the run ends
-        logger.warning("%s: %s", path, error.strerror or error)

@@ -298,9 +298,8 @@ def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -
     assert judge is None or isinstance(judge, StepJudge)
     assert isinstance(past, SavedRollbacks)
     load = partial(restore, job, checkpointer, run.state, stream, completely=True)
-    policy, watchdog = job.config.guard.rollback, run.watchdog
     rollback = CheckpointRollback(
-        policy, past, run.state, checkpointer, run.sinks, watchdog, lock, load
+        job.config.guard, past, run.state, checkpointer, run.sinks, run.watchdog, lock, load
     )
     dump = build_batch_dump(job, stream)
     return Guard(run, judge, rollback, dump, job.config.compile.compiles("model"))

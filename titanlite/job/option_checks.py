@@ -83,9 +83,10 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
             fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
         )
         return
-    # The last try goes back to `longest_steps` before the first trouble. Its own trouble may come
-    # later: this assumes at most as many steps again.
-    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
+    # The window of the last try is the largest, and begins so many steps before the first trouble.
+    # Its own trouble may come later: this assumes at most as many steps again.
+    needed = 2 * (guard.rollback_steps << (guard.rollback_tries - 1))
+    kept = checkpoint.keep_latest_k
     reach = (kept - 1) * checkpoint.interval
     if kept and reach < needed:
         yield ConfigError(

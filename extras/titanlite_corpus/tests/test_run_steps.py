@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.guard.rollback import RollbackHistory, RollbackPolicy, Trouble
+from titanlite.guard.policy import GuardConfig
+from titanlite.guard.rollback import RollbackHistory, Trouble
 from titanlite.job import JobConfig
 from titanlite.training.batch_schedule import build_batch_schedule
 from titanlite.training.state import Counters
@@ -53,12 +54,12 @@ class SimulatedRun:
         event = {"event": "resumed", "step": step, "position": self.counters.position}
         self.records.append(event)
 
-    def roll_back(self, step: int, policy: RollbackPolicy) -> None:
+    def roll_back(self, step: int, config: GuardConfig) -> None:
         """Take the last step as trouble, and go back to the checkpoint of `step`."""
         latest = self.counters.step
         trouble = Trouble(latest, *self.truth[latest], "spike")
         history = self.history
-        attempt = history.next_try(trouble, policy)
+        attempt = history.next_try(trouble, config)
         self._go_back(step)
         self.history = history.with_try(attempt)
         self.counters.set_windows(self.history.windows)
@@ -93,14 +94,14 @@ def test_a_batch_ramp_is_followed(tmp_path):
 
 @pytest.mark.parametrize("lr_factor", [0.0, 0.5])
 def test_positions_that_roll_backs_skip_are_left_out(tmp_path, lr_factor):
-    policy = RollbackPolicy(steps=2, lr_factor=lr_factor, max_tries=3)
+    config = GuardConfig(rollback_steps=2, rollback_lr_factor=lr_factor)
     run = SimulatedRun(tmp_path, 8, ramp="0:4 200:8")
     run.train(14)
-    run.roll_back(8, policy)
+    run.roll_back(8, config)
     run.train(13)
-    run.roll_back(4, policy)  # a second try for the same trouble, from an older checkpoint
+    run.roll_back(4, config)  # a second try for the same trouble, from an older checkpoint
     run.train(30)
-    run.roll_back(24, policy)  # another trouble
+    run.roll_back(24, config)  # another trouble
     run.train(40)
     run.check()
     assert (run.counters.skipped > 0) == (lr_factor == 0)
@@ -110,7 +111,7 @@ def test_a_step_before_the_roll_back_keeps_positions_that_are_skipped_later(tmp_
     """The checkpoint may lie inside the window, if no older one is there."""
     run = SimulatedRun(tmp_path, 8)
     run.train(14)
-    run.roll_back(8, RollbackPolicy(steps=8, lr_factor=0.0, max_tries=3))
+    run.roll_back(8, GuardConfig(rollback_steps=8))
     window = run.counters.windows[0]
     assert window.start <= run.truth[8][0] < window.end
     run.train(20)
@@ -133,10 +134,10 @@ def test_a_batch_size_that_was_changed_on_resume_is_found(tmp_path):
 
 
 def test_a_resumed_run_with_skipped_positions_is_followed(tmp_path):
-    policy = RollbackPolicy(steps=2, lr_factor=0.0, max_tries=3)
+    config = GuardConfig(rollback_steps=2)
     run = SimulatedRun(tmp_path, 4)
     run.train(12)
-    run.roll_back(6, policy)
+    run.roll_back(6, config)
     run.train(15)
     run.resume(12)
     run.configure(8)
