@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from titanlite.distributed.collectives import all_reduce_sum
@@ -23,7 +22,7 @@ from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import valid_tokens
-from titanlite.optim import combine_norms, shard_norms
+from titanlite.optim import clip_gradients
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import StepInfo, measure_steps
 from titanlite.training.spmd_engine import SetPhase
@@ -64,12 +63,10 @@ class NoiseScale:
 
     def update(self, estimate: NoiseEstimate) -> None:
         """Add the estimates of one step."""
-        self.gradient = self._average(self.gradient, estimate.gradient)
-        self.noise = self._average(self.noise, estimate.noise)
-        self.weight = self._average(self.weight, 1.0)
-
-    def _average(self, average: float, value: float) -> float:
-        return self.decay * average + (1 - self.decay) * value
+        old, new = self.decay, 1 - self.decay
+        self.gradient = old * self.gradient + new * estimate.gradient
+        self.noise = old * self.noise + new * estimate.noise
+        self.weight = old * self.weight + new
 
     @property
     def mean(self) -> NoiseEstimate:
@@ -98,8 +95,6 @@ class Measurement(NamedTuple):
 
     grad_norm: Tensor  # 0-d: 2-norm of its mean gradient, on the device
     share: Tensor  # 0-d: its share of the valid labels of the large batch, on the device
-    global_batch: int  # sequences of the large batch
-    seq_len: int  # tokens of a sequence
 
 
 class NoiseMeter(StepHook):
@@ -127,32 +122,22 @@ class NoiseMeter(StepHook):
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
         """See `StepHook.before_forward`."""
-        if self._armed:
-            self._armed = False
-            self._measurement = self._measure(inputs, set_phase)
-
-    def _measure(self, inputs: StepInputs, set_phase: SetPhase) -> Measurement:
-        batch, scale = inputs.batch, inputs.loss_scale
-        own, seq_len = batch.labels.shape
-        global_batch = own * self._mesh.batch.size()
-        small_batch = global_batch // 2
-        if not small_batch:
-            return Measurement(torch.zeros(()), torch.zeros(()), global_batch, seq_len)
-        own_small = min(max(small_batch - own * self._mesh.batch_rank, 0), own)
+        if not self._armed:
+            return
+        self._armed = False
+        batch, own = inputs.batch, len(inputs.batch.labels)
+        small_batch = own * self._mesh.batch.size() // 2
         labels = batch.labels.clone()
-        labels[own_small:] = IGNORE_INDEX
+        labels[max(small_batch - own * self._mesh.batch_rank, 0) :] = IGNORE_INDEX
         valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels))
-        divisor = valid.clamp(min=1) / scale
+        divisor = valid.clamp(min=1) / inputs.loss_scale
         self._engine.forward_backward(replace(batch, labels=labels), divisor, set_phase)
-        parameters = list(self._state.model.parameters())
-        grads = [parameter.grad for parameter in parameters]
-        norms = iter(shard_norms([grad for grad in grads if grad is not None]))
-        each = [None if grad is None else next(norms) for grad in grads]
-        norm = combine_norms(parameters, each, self._mesh).total / scale
+        parameters = self._state.model.parameters()
+        norm = clip_gradients(parameters, 0.0, self._mesh, inputs.loss_scale).total
         self._state.optimizer.zero_grad()
         if isinstance(load := self._state.parts.get("expert_load"), ExpertLoad):
             load.forget()
-        return Measurement(norm, valid / inputs.valid, global_batch, seq_len)
+        self._measurement = Measurement(norm, valid / inputs.valid)
 
 
 def build_noise_scale(metered: MeteredRun) -> Meter | None:
@@ -174,7 +159,7 @@ def build_noise_scale(metered: MeteredRun) -> Meter | None:
 def _fields(measurement: Measurement, average: NoiseScale, result: StepResult) -> dict[str, Any]:
     """The fields of the event; waits for the device."""
     fields: dict[str, Any] = {"critical_batch": None, "critical_batch_tokens": None}
-    if measurement.global_batch == 1:
+    if result.samples == 1:
         return fields | {"reason": "the global batch has one sequence"}
     share = measurement.share.item()
     if not 0 < share < 1:
@@ -182,11 +167,10 @@ def _fields(measurement: Measurement, average: NoiseScale, result: StepResult) -
     small, large = measurement.grad_norm.item(), result.grad_norm.item()
     if result.skipped or not (math.isfinite(small) and math.isfinite(large)):
         return fields | {"reason": "a gradient is inf or NaN, or the step was skipped"}
-    large_batch = measurement.global_batch
-    average.update(estimate_noise(small**2, share * large_batch, large**2, large_batch))
+    average.update(estimate_noise(small**2, share * result.samples, large**2, result.samples))
     gradient, noise = average.mean
     fields |= {"gradient_square": gradient, "noise": noise}
     if (critical := average.critical_batch) is None:
         return fields | {"reason": "too few measurements for this much noise"}
-    tokens = critical * measurement.seq_len
+    tokens = critical * (result.tokens // result.samples)
     return fields | {"critical_batch": critical, "critical_batch_tokens": tokens}

@@ -11,7 +11,7 @@ import hashlib
 import json
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,8 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.data.random_bits import GOLDEN, hash_key, mix
-from titanlite.distributed.collectives import broadcast_from_rank_0, local_shard
-from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Mesh, coordinates_of
+from titanlite.distributed.collectives import (
+    broadcast_from_rank_0,
+    gather_from_all_ranks,
+    local_shard,
+)
+from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Degrees, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import ReplicaMismatch
 from titanlite.meters.metered_run import Meter, MeteredRun
@@ -65,21 +69,33 @@ class ReplicaCheck:
 
     def __init__(self, state: TrainState, mesh: Mesh):
         self._state, self._mesh = state, mesh
-        self._tree = RankTree()
+        self._replicas = _group_replicas(mesh.degrees)
 
     def find(self) -> list[ReplicaFinding]:
         """The findings, on every rank; a collective of all ranks. Empty if replicas are equal."""
         hashes = self._hash_state()
-        differs = self._differing(hashes)
-        if not self._tree.max([any(differs)])[0]:
+        digests = gather_from_all_ranks(self._digest(hashes))
+        different = [
+            (index, ranks)
+            for index, ranks in self._replicas
+            if len({digests[rank][index] for rank in ranks}) > 1
+        ][:MAX_FINDINGS]
+        if not different:
             return []
-        own: dict[str, Any] = {"host": socket.gethostname()}
-        own["hashes"] = [
-            {name: value.item() for name, value in values.items()} if is_different else {}
-            for is_different, values in zip(differs, hashes, strict=True)
+        own = [
+            {name: value.item() for name, value in hashes[index].items()}
+            if dist.get_rank() in ranks
+            else {}
+            for index, ranks in different
         ]
-        reports = self._tree.gather(json.dumps(own).encode())
-        findings = _findings([json.loads(report) for report in reports], self._mesh)
+        texts = RankTree().gather(json.dumps([socket.gethostname(), own]).encode())
+        reports = [json.loads(text) for text in texts]  # none on ranks other than 0
+        findings = reports and [
+            find_differing_ranks(
+                {rank: reports[rank][1][number] for rank in ranks}, [host for host, _ in reports]
+            )
+            for number, (_, ranks) in enumerate(different)
+        ]
         return [ReplicaFinding(*finding) for finding in broadcast_from_rank_0(findings)]
 
     def _hash_state(self) -> list[dict[str, Tensor]]:
@@ -93,31 +109,12 @@ class ReplicaCheck:
             hashes[-1][name] = _hash_text(json.dumps(value))
         return hashes
 
-    def _differing(self, hashes: list[dict[str, Tensor]]) -> list[bool]:
-        """Whether another rank has other hashes than this one, for each of `SHARDINGS`."""
+    def _digest(self, hashes: list[dict[str, Tensor]]) -> list[int]:
+        """One hash of the values of each of `SHARDINGS`; 0 where there are none."""
         device = self._mesh.fsdp.device_type
-        digests = torch.zeros(len(SHARDINGS), dtype=torch.int64, device=device)
-        for index, values in enumerate(hashes):
-            if values:
-                each = [value.to(device) for value in values.values()]
-                digests[index] = hash_bits(torch.stack(each))
-        # The largest of each digest, and the complement of the smallest.
-        extremes = torch.stack((digests, ~digests))
-        for dimension, group in self._groups().items():
-            replicated = [i for i, dims in enumerate(SHARDINGS) if dimension not in dims]
-            part = extremes[:, replicated].contiguous()
-            dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
-            extremes[:, replicated] = part
-        return (extremes[0] != ~extremes[1]).tolist()
-
-    def _groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of this rank by dimension of the mesh, if they have several ranks."""
-        mesh = self._mesh
-        groups = {"pipeline": mesh.pp.get_group(), "tensor": mesh.tp.get_group()}
-        groups["sharded"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-        if mesh.fsdp.ndim > 1:
-            groups["replicate"] = mesh.fsdp.get_group(0)
-        return {dimension: group for dimension, group in groups.items() if group.size() > 1}
+        values = [[value.to(device) for value in group.values()] for group in hashes]
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.stack([hash_bits(torch.stack(v)) if v else none for v in values]).tolist()
 
 
 def build_replica_check(metered: MeteredRun) -> Meter | None:
@@ -168,18 +165,13 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
 
 
 def _differs_over(value: Any, parameter: Tensor) -> list[str]:
-    """The dimensions of the mesh over which a value of `_tensors` may differ."""
-    if isinstance(value, DTensor):
-        return _sharded_over(value)
-    is_whole = isinstance(value, Tensor) and value.dim() > 0 and isinstance(parameter, DTensor)
-    # Of all ranks that shard matrices, only the owner of this one has the state of the whole.
-    return ["sharded", "tensor"] if is_whole else _sharded_over(parameter)
-
-
-def _sharded_over(tensor: Tensor) -> list[str]:
-    """The dimensions of the mesh over which a tensor is sharded, in the order of `SHARDINGS`."""
+    """The dimensions of the mesh over which a value of `_tensors` may differ, as in `SHARDINGS`."""
+    tensor = value if isinstance(value, DTensor) else parameter
     if not isinstance(tensor, DTensor):
         return []
+    if isinstance(value, Tensor) and value.dim() > 0 and not isinstance(value, DTensor):
+        # Of all ranks that shard matrices, only the owner of this one has the state of the whole.
+        return ["sharded", "tensor"]
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     placed = zip(names, tensor.placements, strict=True)
@@ -188,46 +180,30 @@ def _sharded_over(tensor: Tensor) -> list[str]:
     return ["sharded", "tensor"] if sharding & set(EXPERT_DIMENSIONS) else sorted(sharding)
 
 
-def _findings(reports: list[dict[str, Any]], mesh: Mesh) -> list[ReplicaFinding]:
-    """The findings of all groups of replicas, from the reports of all ranks."""
+def _group_replicas(degrees: Degrees) -> list[tuple[int, list[int]]]:
+    """(index in `SHARDINGS`, ranks that must have the same values of it)."""
     groups: dict[tuple, list[int]] = {}
-    for rank, report in enumerate(reports):
-        at = coordinates_of(rank, mesh.degrees)
-        at["sharded"] = at.pop("shard") * mesh.degrees.context + at.pop("context")
-        for index, values in enumerate(report["hashes"]):
-            if values:
-                place = tuple(at[dimension] for dimension in SHARDINGS[index])
-                groups.setdefault((index, place), []).append(rank)
-    findings = [
-        find_differing_ranks(
-            {rank: reports[rank]["hashes"][index] for rank in ranks},
-            {rank: reports[rank]["host"] for rank in ranks},
-        )
-        for (index, _), ranks in groups.items()
-    ]
-    return findings[:MAX_FINDINGS]
+    for rank in range(degrees.ranks):
+        at = coordinates_of(rank, degrees)
+        at["sharded"] = at["shard"] * degrees.context + at["context"]
+        for index, dimensions in enumerate(SHARDINGS):
+            place = tuple(at[dimension] for dimension in dimensions)
+            groups.setdefault((index, place), []).append(rank)
+    return [(index, ranks) for (index, _), ranks in groups.items()]
 
 
-def find_differing_ranks(
-    hashes: dict[int, dict[str, int]], hosts: dict[int, str]
-) -> ReplicaFinding:
+def find_differing_ranks(hashes: dict[int, dict[str, int]], hosts: Sequence[str]) -> ReplicaFinding:
     """The ranks that differ from the majority of their replicas; all if there is no majority.
 
-    `hashes`: rank -> name -> hash.
+    `hashes`: rank -> name -> hash; `hosts`: of all ranks.
     """
     content = {rank: tuple(sorted(values.items())) for rank, values in hashes.items()}
     (common, count), *_ = Counter(content.values()).most_common(1)
     majority = count > len(hashes) / 2
     ranks = [rank for rank in hashes if not majority or content[rank] != common]
-    return ReplicaFinding(
-        ranks, [hosts[rank] for rank in ranks], len(hashes), _first_difference(hashes)
-    )
-
-
-def _first_difference(hashes: dict[int, dict[str, int]]) -> str:
-    """The first name whose hash differs between ranks."""
     names: Iterable[str] = dict.fromkeys(name for values in hashes.values() for name in values)
-    return next(name for name in names if len({v.get(name) for v in hashes.values()}) > 1)
+    first = next(name for name in names if len({v.get(name) for v in hashes.values()}) > 1)
+    return ReplicaFinding(ranks, [hosts[rank] for rank in ranks], len(hashes), first)
 
 
 @torch.no_grad()

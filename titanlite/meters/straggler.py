@@ -13,9 +13,9 @@ everywhere. Compared are spans in which a rank waits for no other:
 from __future__ import annotations
 
 import json
-import math
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median_low
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 
 NORMAL_SPREAD = 0.025  # of healthy ranks, as a standard deviation relative to their median
 MAX_REPORTED = 8  # ranks in one report
+SelfTest = Callable[[], dict[str, float]]  # seconds of each test
 
 
 class SlowRank(NamedTuple):
@@ -66,32 +67,25 @@ class StragglerMeter:
     """Times this rank's own work, and compares it with that of the others."""
 
     def __init__(self, degrees: Degrees, self_test: SelfTest, threshold: float, step: int):
-        self.host, self.data = PhaseTimer("step", thread_time), PhaseTimer("data", perf_counter)
-        self._step = PhaseTimer("step", perf_counter)
+        self.timers = {
+            "host": PhaseTimer("step", thread_time),
+            "data": PhaseTimer("data", perf_counter),
+            "step": PhaseTimer("step", perf_counter),
+        }  # to be added to the throughput meter, which calls them at each phase
         self._degrees, self._self_test, self._threshold = degrees, self_test, threshold
         self._last_step = step  # of the last report
-
-    @property
-    def timers(self) -> tuple[PhaseTimer, ...]:
-        """To be added to the throughput meter, which calls them at each phase."""
-        return self.host, self.data, self._step
 
     def start_again(self, step: int) -> None:
         """Forget what was timed since the last report; the run continues after `step`."""
         self._last_step = step
-        for timer in self.timers:
+        for timer in self.timers.values():
             timer.take()
 
     def compare(self, step: int) -> list[SlowRank]:
         """The ranks that were slow since the last report, on rank 0; a collective of all ranks."""
         steps, self._last_step = max(1, step - self._last_step), step
-        own = {
-            "name": socket.gethostname(),
-            "step": self._step.take() / steps,
-            "host": self.host.take() / steps,
-            "data": self.data.take() / steps,
-            **self._self_test.run(),
-        }
+        own: dict[str, Any] = {name: timer.take() / steps for name, timer in self.timers.items()}
+        own |= {"name": socket.gethostname(), **self._self_test()}
         reports = [json.loads(text) for text in RankTree().gather(json.dumps(own).encode())]
         return compare_ranks(reports, self._degrees, self._threshold) if reports else []
 
@@ -127,9 +121,9 @@ def build_straggler_report(metered: MeteredRun) -> Meter | None:
     degrees = run.step_settings.mesh.degrees
     if not config.freq or degrees.ranks == 1:
         return None
-    self_test = SelfTest(metered.sharded.compute_dtype, run.device)
+    self_test = partial(run_self_test, metered.sharded.compute_dtype, run.device)
     meter = StragglerMeter(degrees, self_test, config.threshold, run.state.step)
-    run.meter.add_timers(meter.timers)
+    run.meter.add_timers(meter.timers.values())
 
     def report(info: StepInfo) -> None:
         for slow in meter.compare(info.step):
@@ -141,41 +135,39 @@ def build_straggler_report(metered: MeteredRun) -> Meter | None:
     return Meter(PeriodicAction("straggler report", is_due, report, start_again=meter.start_again))
 
 
-class SelfTest:
-    """A matmul in the compute dtype and, on a GPU, a copy in its memory, the same on every rank.
+@torch.no_grad()
+def run_self_test(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Seconds of a matmul in the compute dtype and, on a GPU, of a copy in its memory.
 
-    The fastest of a few repetitions counts, because disturbances only add time. Each takes
-    about a millisecond or more: shorter times differ by over 15 % on a healthy machine. It needs
-    128 MiB of a GPU's memory while it runs.
+    They are the same on every rank. Each takes about a millisecond or more: shorter times differ by
+    over 15 % on a healthy machine. Needs 128 MiB of a GPU's memory, and waits for it.
     """
+    on_gpu = device.type == "cuda"
+    size, calls = (2048, 20) if on_gpu else (512, 1)  # many calls, so that a launch is a small part
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self._dtype, self._device = dtype, device
+    def clock() -> float:
+        if not on_gpu:
+            return thread_time()
+        torch.cuda.synchronize(device)
+        return perf_counter()
 
-    @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Seconds of each test; waits for the device."""
-        size = 2048 if self._device.type == "cuda" else 512
-        matrix = torch.full((size, size), 1 / size, dtype=self._dtype, device=self._device)
-        seconds = {"matmul": self._time(lambda: matrix @ matrix)}
-        if self._device.type == "cuda":
-            memory = torch.zeros(4 * size, size, dtype=torch.float32, device=self._device)
-            seconds["memory"] = self._time(memory.clone)
-        return seconds
+    matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
+    seconds = {"matmul": fastest_time(lambda: matrix @ matrix, clock, calls)}
+    if on_gpu:
+        memory = torch.zeros(4 * size, size, dtype=torch.float32, device=device)
+        seconds["memory"] = fastest_time(memory.clone, clock, calls)
+    return seconds
 
-    def _time(self, work: Callable[[], Tensor], repetitions: int = 10) -> float:
-        fastest = math.inf
-        calls = 20 if self._device.type == "cuda" else 1  # so that a launch is a small part
-        work()  # the first call allocates memory and loads the kernel
-        for _ in range(repetitions):
-            started = self._now()
-            for _ in range(calls):
-                work()
-            fastest = min(fastest, (self._now() - started) / calls)
-        return fastest
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return perf_counter()
-        return thread_time()
+def fastest_time(
+    work: Callable[[], Tensor], clock: Callable[[], float], calls: int = 1, repetitions: int = 10
+) -> float:
+    """Seconds of a call in the fastest repetition, because disturbances only add time."""
+    work()  # the first call allocates memory and loads the kernel
+    seconds = []
+    for _ in range(repetitions):
+        started = clock()
+        for _ in range(calls):
+            work()
+        seconds.append((clock() - started) / calls)
+    return min(seconds)
