@@ -25,7 +25,6 @@ class UserError(Exception):
         self.message = message
         self.fix = fix
         self.on_all_ranks = False  # raised on every rank, so one of them prints it
-        self.printed = False
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()
@@ -39,10 +38,6 @@ class UserError(Exception):
         """Record that every rank raises this error; returns the error."""
         self.on_all_ranks = True
         return self
-
-    def mark_printed(self) -> None:
-        """Record that the error is on stderr, so that no rank prints it again."""
-        self.printed = True
 
 
 class ConfigError(UserError):

@@ -85,7 +85,7 @@ def test_a_recorder_that_hangs_does_not_keep_a_rank_alive(run_toml, tmp_path):
 
 def test_traces_of_an_earlier_start_are_set_aside(tmp_path):
     """The analyzer reads all files of a folder; those of two starts do not fit together."""
-    recorder = FlightRecorder(tmp_path / "traces", "rank_", 100)
+    recorder = FlightRecorder(tmp_path / "traces", 100)
     folder = tmp_path / "traces" / "cpu"
     folder.mkdir(parents=True)
     for start in ("first", "second"):

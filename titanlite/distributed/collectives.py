@@ -43,13 +43,6 @@ def all_reduce_max(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return value
 
 
-def all_reduce_min(mesh: DeviceMesh, value: Tensor) -> Tensor:
-    """Take the element-wise minimum of `value` over a one-dimensional mesh, in place."""
-    if mesh.size() > 1:
-        dist.all_reduce(value, dist.ReduceOp.MIN, group=mesh.get_group())
-    return value
-
-
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -275,12 +268,15 @@ class AsyncMax:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard as a plain tensor that shares its memory, unwrapped from any subclass."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "wait"):  # an AsyncCollectiveTensor whose collective is still running
         return local.wait()
     # Unwrap torchao's Float8 weights. is_traceable_wrapper_subclass is a private API of torch.
+    # `_tensor` is private in torchao (0.18), but its __tensor_flatten__ would wait for the device:
+    # it reads the value of a precomputed scale.
     while is_traceable_wrapper_subclass(local):
-        local = _wrapped_tensor(local)
+        inner = getattr(local, "_tensor", None)
+        local = getattr(local, local.__tensor_flatten__()[0][0]) if inner is None else inner
     return local
 
 
@@ -296,11 +292,3 @@ def reduce_partial(tensor: Tensor) -> Tensor:
         placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
         return tensor.redistribute(placements=placements)
     return tensor
-
-
-def _wrapped_tensor(wrapper: Any) -> Tensor:
-    """The tensor inside a wrapper subclass, in the same memory; does not wait for the device."""
-    # `_tensor` is private in torchao (0.18), but its __tensor_flatten__ would wait: it reads the
-    # value of a precomputed scale.
-    inner = getattr(wrapper, "_tensor", None)
-    return getattr(wrapper, wrapper.__tensor_flatten__()[0][0]) if inner is None else inner

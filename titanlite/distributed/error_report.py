@@ -54,10 +54,7 @@ class ErrorReport:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, UserError):
-                self._print_user_error(error, names_rank=self._world_size > 1)
-            elif isinstance(error, Exception) and not isinstance(error, RankLostError):
-                self._print_traceback(error)  # not a RankLostError, which the watchdog has printed
+            self._print(error, names_rank=self._world_size > 1)
             raise
 
     def wait_for_rank_0(self, error: BaseException, store: dist.Store) -> None:
@@ -73,7 +70,7 @@ class ErrorReport:
                 store.set(_PRINTED_KEY, "")
             else:
                 store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
-        error.mark_printed()
+        self._printed = error
 
     def finish(self, error: BaseException) -> int:
         """Print an error unless it has been printed; returns the exit code.
@@ -82,29 +79,27 @@ class ErrorReport:
         than 0 wait for the launcher to end them, because it acts on the first exit it sees.
         A rank that still runs after `RANK_0_SECONDS` is the only one with the error, and prints it.
         """
-        if isinstance(error, UserError):
-            if not error.printed and self._rank:
-                try:
-                    time.sleep(RANK_0_SECONDS)
-                except KeyboardInterrupt:  # of a launcher, or of Ctrl-C
-                    return EXIT_INTERRUPTED
-            self._print_user_error(error, names_rank=self._rank > 0)
-        elif isinstance(error, Exception) and not isinstance(error, RankLostError):
-            self._print_traceback(error)
+        if isinstance(error, UserError) and error is not self._printed and self._rank:
+            try:
+                time.sleep(RANK_0_SECONDS)
+            except KeyboardInterrupt:  # of a launcher, or of Ctrl-C
+                return EXIT_INTERRUPTED
+        self._print(error, names_rank=self._rank > 0)
         return exit_code_of(error)
 
-    def _print_user_error(self, error: UserError, names_rank: bool) -> None:
-        if error.printed or (error.on_all_ranks and self._rank):
-            return
-        head = f"rank {self._rank}: " if names_rank and not error.on_all_ranks else ""
-        print(head + format_error(error), file=sys.stderr, flush=True)
-        error.mark_printed()
-
-    def _print_traceback(self, error: Exception) -> None:
-        """Print the traceback of a bug, in one write, because the ranks share stderr."""
+    def _print(self, error: BaseException, names_rank: bool) -> None:
+        """Print an error in one write, because the ranks share stderr; of a bug, the traceback."""
         if error is self._printed:
             return
-        lines = traceback.format_exception(error)
-        head = f"rank {self._rank} of {self._world_size}:\n"
-        print(head + "".join(lines), end="", file=sys.stderr, flush=True)
+        if isinstance(error, UserError):
+            if error.on_all_ranks and self._rank:
+                return
+            head = f"rank {self._rank}: " if names_rank and not error.on_all_ranks else ""
+            text = f"{head}{format_error(error)}\n"
+        elif isinstance(error, Exception) and not isinstance(error, RankLostError):
+            lines = traceback.format_exception(error)
+            text = f"rank {self._rank} of {self._world_size}:\n{''.join(lines)}"
+        else:  # an interrupt, or an error that the watchdog has printed
+            return
+        print(text, end="", file=sys.stderr, flush=True)
         self._printed = error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class FlightRecorder:
-    """The recorder of this rank, and where its files are: `folder/DEVICE/PREFIX + rank`.
+    """The recorder of this rank, and where its files are: `folder/DEVICE/rank_N`.
 
     Host and GPU have a folder each, because torch's analyzer reads the traces of one backend.
     """
 
     folder: Path
-    prefix: str
     max_collectives: int  # 0: off
 
     def enable(self, device: torch.device, rank: int) -> None:
@@ -36,7 +34,7 @@ class FlightRecorder:
             return
         if device.type == "cuda":
             os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-            os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(self.folder / "cuda" / self.prefix)
+            os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(self.folder / "cuda" / "rank_")
         with suppress(OSError):  # a folder that cannot be written is reported when it is locked
             if rank == 0:
                 self._set_aside_earlier_files()
@@ -52,7 +50,7 @@ class FlightRecorder:
             return []
         backends = _backends_by_device()
         for device_type, backend in backends.items():
-            file = self.folder / device_type / f"{self.prefix}{rank}"
+            file = self.folder / device_type / f"rank_{rank}"
             file.parent.mkdir(parents=True, exist_ok=True)
             # The analyzer fails on any other file in that folder, so an incomplete file is written
             # to the parent folder.
@@ -64,18 +62,18 @@ class FlightRecorder:
     def _set_aside_earlier_files(self) -> None:
         """Move away the traces of an earlier start: they cannot be compared with new ones."""
         earlier = self.folder.with_name(f"{self.folder.name}_before")
-        own_name = re.compile(re.escape(self.prefix) + r"\d+")
         for device_type in ("cpu", "cuda"):
-            source, target = self.folder / device_type, earlier / device_type
-            files = [f for f in source.glob("*") if own_name.fullmatch(f.name)]
-            if not files:
-                continue
-            target.mkdir(parents=True, exist_ok=True)
-            for file in target.glob("*"):
-                if own_name.fullmatch(file.name):
+            target = earlier / device_type
+            if files := _rank_files(self.folder / device_type):
+                target.mkdir(parents=True, exist_ok=True)
+                for file in _rank_files(target):
                     file.unlink()
-            for file in files:
-                os.replace(file, target / file.name)
+                for file in files:
+                    os.replace(file, target / file.name)
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    return [f for f in folder.glob("rank_*") if f.name.removeprefix("rank_").isdigit()]
 
 
 def _backends_by_device() -> dict[str, str]:

@@ -261,13 +261,7 @@ def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:
     this one too.
     """
     names = ("pipeline", "replicate", *EXPERT_DIMENSIONS)
-    shape = (
-        degrees.pipeline,
-        degrees.replicate,
-        degrees.expert_shard,
-        degrees.expert,
-        degrees.expert_tensor,
-    )
+    shape = tuple(getattr(degrees, name) for name in names)
     world = init_device_mesh(device_type, shape, mesh_dim_names=names)
     sharded = degrees.expert_tensor > 1
     return ExpertMesh(

@@ -42,7 +42,7 @@ class CommConfig:
 
     def flight_recorder(self, folder: Path) -> FlightRecorder:
         """The recorder of collectives, which writes its files into the run's folder."""
-        return FlightRecorder(folder / self.save_traces_folder, "rank_", self.trace_buf_size)
+        return FlightRecorder(folder / self.save_traces_folder, self.trace_buf_size)
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ def join_process_group(
             )
     try:
         with report.printing_errors():
-            seed_everything(debug.seed)
-            if debug.deterministic:
-                _enable_determinism(debug.deterministic_warn_only)
+            _apply_debug_config(debug)
             yield RankContext(rank, world_size, device, start_id)
     except BaseException as error:
         with exit_after(LEAVE_SECONDS, f"rank {rank}: aborting collectives", exit_code_of(error)):
@@ -158,17 +156,15 @@ def _abort_process_groups() -> None:
         logger.warning("collectives could not be aborted: %s", failure)
 
 
-def _enable_determinism(warn_only: bool) -> None:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    torch.backends.cudnn.benchmark = False
-
-
-def seed_everything(seed: int) -> None:
+def _apply_debug_config(debug: DebugConfig) -> None:
     """Seed the global generators alike on all ranks; weights and sample order do not use them."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    random.seed(debug.seed)
+    np.random.seed(debug.seed % 2**32)
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+        torch.backends.cudnn.benchmark = False
 
 
 def disable_malloc_trim() -> None:

@@ -41,24 +41,19 @@ class RankTree:
         """The maximum of each value over all ranks, on every rank."""
         largest = torch.tensor(list(values), dtype=torch.int64)
         received = [torch.empty_like(largest) for _ in self.children]
-        self._wait(
-            [self._receive(into, rank) for into, rank in zip(received, self.children, strict=True)]
-        )
+        self._receive(received, self.children)
         for other in received:
             torch.maximum(largest, other, out=largest)
         if not self.is_root:
-            self._wait([self._send(largest, self.parent)])
-            self._wait([self._receive(largest, self.parent)])
-        self._send_to_children(largest)
+            self._send(largest, [self.parent])
+            self._receive([largest], [self.parent])
+        self._send(largest, self.children)
         return largest.tolist()
 
     def broadcast(self, content: bytes) -> bytes:
         """Rank 0's bytes, on every rank; the argument of the other ranks is ignored."""
         message = _to_tensor(content) if self.is_root else self._receive_bytes(self.parent)
-        size = torch.tensor([message.numel()])
-        self._send_to_children(size)
-        if message.numel():
-            self._send_to_children(message)
+        self._send_bytes(message, self.children)
         return message.numpy().tobytes()
 
     def gather(self, content: bytes) -> list[bytes]:
@@ -67,7 +62,7 @@ class RankTree:
         for child in self.children:
             by_rank |= _unpack(self._receive_bytes(child))
         if not self.is_root:
-            self._send_bytes(_pack(by_rank), self.parent)
+            self._send_bytes(_pack(by_rank), [self.parent])
             return []
         return [by_rank[rank] for rank in range(self.size)]
 
@@ -78,20 +73,17 @@ class RankTree:
             by_rank = _unpack(self._receive_bytes(self.parent))
         for child in self.children:
             below = subtree_of(child, self.size)
-            self._send_bytes(_pack({rank: by_rank[rank] for rank in below}), child)
+            self._send_bytes(_pack({rank: by_rank[rank] for rank in below}), [child])
         return by_rank[self.rank]
 
-    def _send(self, tensor: Tensor, rank: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, group_dst=rank)
-        assert work is not None  # None only on ranks outside of the group
-        return work
+    def _send(self, tensor: Tensor, ranks: list[int]) -> None:
+        self._wait([dist.isend(tensor, group=self.group, group_dst=rank) for rank in ranks])
 
-    def _receive(self, tensor: Tensor, rank: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, group_src=rank)
-        assert work is not None
-        return work
+    def _receive(self, tensors: list[Tensor], ranks: list[int]) -> None:
+        pairs = zip(tensors, ranks, strict=True)
+        self._wait([dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in pairs])
 
-    def _wait(self, works: list[dist.Work]) -> None:
+    def _wait(self, works: list[dist.Work | None]) -> None:
         # Without an argument, these waits would ignore a timeout that was set after the group was
         # created. There is no public way to read it (torch 2.11 to 2.15).
         if works:
@@ -99,24 +91,22 @@ class RankTree:
             assert group is not None
             timeout = group._get_backend(torch.device("cpu")).options._timeout
             for work in works:
+                assert work is not None  # None only on ranks outside of the group
                 work.wait(timeout)
 
-    def _send_to_children(self, tensor: Tensor) -> None:
-        self._wait([self._send(tensor, child) for child in self.children])
-
-    def _send_bytes(self, message: Tensor, rank: int) -> None:
-        self._wait([self._send(torch.tensor([message.numel()]), rank)])
+    def _send_bytes(self, message: Tensor, ranks: list[int]) -> None:
+        self._send(torch.tensor([message.numel()]), ranks)
         if message.numel():
-            self._wait([self._send(message, rank)])
+            self._send(message, ranks)
 
     def _receive_bytes(self, rank: int) -> Tensor:
         size = torch.empty(1, dtype=torch.int64)
-        self._wait([self._receive(size, rank)])
+        self._receive([size], [rank])
         if not 0 <= size.item() <= MAX_MESSAGE_BYTES:
             raise ValueError(f"message of {size.item()} bytes from rank {rank}")
         message = torch.empty(int(size.item()), dtype=torch.uint8)
         if message.numel():
-            self._wait([self._receive(message, rank)])
+            self._receive([message], [rank])
         return message
 
 

@@ -51,11 +51,6 @@ def announce_ranks(rank: int) -> None:
         print(f"ranks {rank}-{last} run; the log is at {where}", file=sys.stderr, flush=True)
 
 
-def launcher_hosts_store() -> bool:
-    """Whether the launcher hosts the store, so that it outlives the ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def store_address() -> str:
     """The host and port of the ranks' store, for messages."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -69,10 +64,9 @@ def open_rank_store(rank: int, world_size: int, seconds: float) -> tuple[dist.St
     if world_size == 1:
         return dist.HashStore(), ""
     try:
-        if launcher_hosts_store():
-            store = connect_to_store(seconds)
-        else:
-            store = open_store(rank, seconds)
+        # torchrun hosts the store, so that it outlives the ranks; other launchers host none.
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = connect_to_store(seconds) if rank or is_hosted else host_store(seconds)
         start_id = agree_on_start_id(store, rank, world_size, seconds)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).partition("\n")[0]
@@ -91,14 +85,12 @@ def connect_to_store(seconds: float) -> dist.Store:
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def open_store(rank: int, seconds: float) -> dist.Store:
-    """Host a store on rank 0 and connect the other ranks; for launchers that host none.
+def host_store(seconds: float) -> dist.Store:
+    """Host the store of the ranks in this process.
 
     If MASTER_ADDR is a loopback address, the store listens only there; torch itself would listen on
     every interface.
     """
-    if rank:
-        return connect_to_store(seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listen_fd = None
     if is_loopback(address):
@@ -186,7 +178,10 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
     deadline = time.monotonic() + seconds
     start_id = uuid.uuid4().hex
     if rank:
-        start_id = _ask_for_start_id(store, rank, world_size, seconds)
+        nonce = uuid.uuid4().hex
+        store.set(f"hello/{rank}", nonce)
+        _wait_for_key(store, f"start/{nonce}", rank, world_size, seconds)
+        start_id = store.get(f"start/{nonce}").decode()
     waiting_for = set(children_of(rank, world_size, FANOUT_TO_JOIN))
     while waiting_for:
         for child in sorted(waiting_for):
@@ -201,14 +196,6 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
     if rank:
         _wait_for_key(store, f"{start_id}/0", rank, world_size, seconds)  # rank 0 confirms last
     return start_id
-
-
-def _ask_for_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
-    """The start id from the parent of `rank`; raises RendezvousError."""
-    nonce = uuid.uuid4().hex
-    store.set(f"hello/{rank}", nonce)
-    _wait_for_key(store, f"start/{nonce}", rank, world_size, seconds)
-    return store.get(f"start/{nonce}").decode()
 
 
 def _wait_for_key(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> None:
@@ -236,15 +223,10 @@ def _missing_ranks(
     missing = absent or unconfirmed
     ranks = f"{world_size} ranks" if rank == 0 else f"{len(below)} ranks below rank {rank}"
     total = world_size if rank == 0 else len(below)
+    listed, more = ", ".join(map(str, missing[:MAX_LISTED_RANKS])), len(missing) - MAX_LISTED_RANKS
     return RendezvousError(
         f"Only {total - len(missing)} of {ranks} joined at {store_address()} within"
-        f" comm.init_timeout_seconds = {seconds:g}. Missing: {_list_ranks(missing)}.",
+        f" comm.init_timeout_seconds = {seconds:g}. Missing: rank{'s' if len(missing) > 1 else ''}"
+        f" {listed}{f' and {more} more' if more > 0 else ''}.",
         fix=CHECK_MACHINES,
     )
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    """`ranks 1, 2 and 3 more`, from the first few ranks."""
-    more = len(ranks) - MAX_LISTED_RANKS
-    listed = ", ".join(map(str, ranks[:MAX_LISTED_RANKS]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{f' and {more} more' if more > 0 else ''}"

@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from titanlite.errors import EXIT_RANK_LOST
@@ -71,20 +71,15 @@ def locate_thread(thread: int) -> tuple[str, bool]:
 
     Reads no source file, because it may be on the disk that hangs.
     """
-    frames = list(_frames_outwards(sys._current_frames().get(thread)))
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return "a thread that has ended", False
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)]
     waits = any(frame.f_code.co_filename.endswith(WAITING_FILES) for frame in frames)
-    package_frames = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)]
-    frame = next(iter(package_frames or frames), None)
-    if frame is None:
-        return "a thread that has ended", waits
+    in_package = (f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX))
+    frame = next(in_package, innermost)
     file = frame.f_code.co_filename.removeprefix(PACKAGE_PREFIX)
     return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})", waits
-
-
-def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @contextmanager
@@ -93,36 +88,28 @@ def exit_after(seconds: float, work: str, code: int = EXIT_RANK_LOST) -> Iterato
 
     For work that the watchdog does not monitor and whose own timeout may not take effect.
     """
-    timer = ExitTimer(seconds, work, code)
+    cancelled = _start_exit_timer(seconds, work, code)
     try:
         yield
     finally:
-        timer.cancel()
+        cancelled.set()
 
 
 def exit_process(code: int, seconds: float = LEAVE_SECONDS) -> NoReturn:
     """Exit with `code`; after `seconds` even if threads or exit handlers are still running."""
-    ExitTimer(seconds, "process exit", code)
+    _start_exit_timer(seconds, "process exit", code)
     sys.exit(code)
 
 
-class ExitTimer:
-    """A thread that ends the process with `code` after `seconds`, unless it is cancelled."""
+def _start_exit_timer(seconds: float, work: str, code: int) -> threading.Event:
+    """Start a thread that ends the process after `seconds`, unless the event is set."""
+    caller, cancelled = threading.get_ident(), threading.Event()
 
-    def __init__(self, seconds: float, work: str, code: int):
-        self._seconds, self._work, self._code = seconds, work, code
-        self._caller = threading.get_ident()
-        self._cancelled = threading.Event()
-        DeviceThread(self._run, "exit timer").start()
+    def run() -> None:
+        if not cancelled.wait(seconds):
+            text = f"{work} has taken {seconds:g} s, and is in {locate_thread(caller)[0]}"
+            print(f"titanlite: {text}.", file=sys.stderr, flush=True)
+            os._exit(code)
 
-    def cancel(self) -> None:
-        """Stop the timer; the process continues."""
-        self._cancelled.set()
-
-    def _run(self) -> None:
-        if self._cancelled.wait(self._seconds):
-            return
-        location, _ = locate_thread(self._caller)
-        text = f"titanlite: {self._work} has taken {self._seconds:g} s, and is in {location}."
-        print(text, file=sys.stderr, flush=True)
-        os._exit(self._code)
+    DeviceThread(run, "exit timer").start()
+    return cancelled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.distributed.collectives import all_reduce_min
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.guard.policy import (
     MIN_WINDOW_STEPS,
     GuardConfig,
@@ -67,7 +67,7 @@ class StepJudge:
         if judges_spikes:
             accept &= ~self._is_spike(logs)
         if self._tp is not None:
-            accept = all_reduce_min(self._tp, accept.float()) > 0
+            accept = all_reduce_sum(self._tp, (~accept).float()) == 0
         if judges_spikes:
             self._window = torch.where(accept, self._pushed(logs), self._window)
         self._accepting = accept
