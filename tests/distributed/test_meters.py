@@ -28,7 +28,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.labels import IGNORE_INDEX
-from titanlite.meters.layer_norms import KINDS, LayerNorms
+from titanlite.meters.layer_norms import KINDS, combine_layer_norms
 from titanlite.meters.noise_scale import NoiseMeter, NoiseScale, build_noise_scale
 from titanlite.meters.source_losses import SourceLosses
 from titanlite.optim import OptimizerInBackward, build_optimizer
@@ -98,7 +98,6 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
     engine = build_engine(sharded, parallel_layout, CPU, local_batch=layout.local_batch(RECIPE))
     state = TrainState(sharded.model, build_recipe_optimizer(sharded.model, RECIPE))
     early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
-    norms = LayerNorms(state.model, mesh, LAYERS, layer_of)
     noise = NoiseMeter(engine, state, mesh)
     stream = SimpleNamespace(names=["a", "b", "c"], sources_at=lambda at, n: SOURCES[at : at + n])
     of_sources = SourceLosses(stream, sharded.output, parallel_layout)
@@ -113,7 +112,7 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
         weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())
-    combined = norms.combine(state, result.own_norms)
+    combined = combine_layer_norms(state, mesh, result.own_norms, LAYERS, layer_of)
     measurement, losses = noise.take(), of_sources.take()
     return (
         weights.hexdigest(),

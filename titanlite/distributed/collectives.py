@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -241,29 +242,22 @@ class AsyncMax:
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
         self._tree = RankTree(self.group)
-        self._values: list[int] = []
-        self._error: BaseException | None = None
-        self._thread: DeviceThread | None = None
+        self._result: Future[list[int]]
 
     def start(self, *values: int) -> None:
         """Begin; every rank must call it at the same point, with the same number of values."""
-        self._values = [int(value) for value in values]
-        self._thread = DeviceThread(self._run, "agreement")
-        self._thread.start()
+        self._result = Future()
+        DeviceThread(self._run, "agreement", (values,)).start()
 
     def wait(self) -> list[int]:
         """Finish; returns the maximum of each value over all ranks."""
-        assert self._thread is not None, "wait() needs a start() before it"
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._values
+        return self._result.result()
 
-    def _run(self) -> None:
+    def _run(self, values: tuple[int, ...]) -> None:
         try:
-            self._values = self._tree.max(self._values)
+            self._result.set_result(self._tree.max(values))
         except BaseException as error:  # raised in the thread that waits
-            self._error = error
+            self._result.set_exception(error)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ the same decision.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -105,33 +105,6 @@ class RollbackHistory:
         """The history after `attempt`."""
         return RollbackHistory((*self.tries, attempt))
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The history as JSON values."""
-        return [asdict(attempt) for attempt in self.tries]
-
-    @classmethod
-    def from_json(cls, entries: Sequence[dict[str, Any]]) -> RollbackHistory:
-        """The history that `to_json` wrote; raises ValueError, TypeError or KeyError for others."""
-        tries = [
-            RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
-            for e in entries
-        ]
-        number = 0  # of the try before
-        for attempt in tries:
-            trouble, window = attempt.trouble, attempt.window
-            counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
-            is_valid = (
-                all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
-                and attempt.number in (1, number + 1)
-                and window.start < window.end
-                and type(trouble.reason) is str
-                and 0 <= window.lr_factor < 1  # not NaN
-            )
-            if not is_valid:
-                raise ValueError(f"{attempt} is not a roll-back")
-            number = attempt.number
-        return cls(tuple(tries))
-
 
 def steps_to_roll_back_to(
     positions: dict[int, int], attempt: RollbackTry, first: Trouble, interval: int
@@ -165,11 +138,26 @@ class SavedRollbacks:
 
     def state(self) -> list[dict[str, Any]] | None:
         """The history as JSON values; None if it is empty."""
-        return self.history.to_json() or None
+        return [asdict(attempt) for attempt in self.history.tries] or None
 
     def restore(self, state: list[dict[str, Any]] | None) -> None:
-        """Restore what `state` returned."""
-        self.record(RollbackHistory.from_json(state or []))
+        """Restore what `state` returned; raises ValueError, TypeError or KeyError for others."""
+        tries: list[RollbackTry] = []
+        for entry in state or []:
+            trouble, window = Trouble(**entry["trouble"]), PositionWindow(**entry["window"])
+            attempt = RollbackTry(entry["number"], trouble, window)
+            counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
+            is_valid = (
+                all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+                and attempt.number in (1, tries[-1].number + 1 if tries else 1)
+                and window.start < window.end
+                and type(trouble.reason) is str
+                and 0 <= window.lr_factor < 1  # not NaN
+            )
+            if not is_valid:
+                raise ValueError(f"{attempt} is not a roll-back")
+            tries.append(attempt)
+        self.record(RollbackHistory(tuple(tries)))
 
 
 @dataclass(frozen=True)
@@ -254,7 +242,7 @@ class CheckpointRollback:
             "step": trouble.step,
             "reason": trouble.reason,
             "ended_because": why,
-            "tries": RollbackHistory(tries).to_json(),
+            "tries": [asdict(attempt) for attempt in tries],
         }
         if dist.get_rank() == 0:
             try:
