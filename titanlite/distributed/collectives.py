@@ -26,8 +26,6 @@ from titanlite.threads import DeviceThread
 
 T = TypeVar("T")
 
-MAX_VALUE_BYTES = 64 << 20  # of one value; far more than any value here
-
 
 def all_reduce_sum(mesh: DeviceMesh, value: Tensor) -> Tensor:
     """Sum `value` over the ranks of a mesh, in place, one dimension after the other."""
@@ -151,7 +149,7 @@ def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) ->
     Raises TypeError or ValueError if JSON cannot represent the value.
     """
     tree = RankTree(group)
-    return json.loads(tree.broadcast(_to_json(value) if tree.is_root else b""))
+    return json.loads(tree.broadcast(json.dumps(value).encode() if tree.is_root else b""))
 
 
 def gather_from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -163,15 +161,8 @@ def gather_from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) ->
     (any_value,) = tree.max([value is not None])
     if not any_value:
         return [None] * tree.size
-    values = [json.loads(content) for content in tree.gather(_to_json(value))]
+    values = [json.loads(content) for content in tree.gather(json.dumps(value).encode())]
     return broadcast_from_rank_0(values, group)
-
-
-def _to_json(value: Any) -> bytes:
-    content = json.dumps(value).encode()
-    if len(content) > MAX_VALUE_BYTES:
-        raise ValueError(f"value of {len(content)} bytes; the maximum is {MAX_VALUE_BYTES} bytes")
-    return content
 
 
 def gather_problems(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:

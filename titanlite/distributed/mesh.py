@@ -165,14 +165,11 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
 
 def _check_expert_degrees(degrees: Degrees) -> None:
     """Raise ConfigError if the experts cannot borrow their ranks."""
-    key, tensor_key = (
-        f"parallelism.expert_{name}_degree" for name in ("parallel", "tensor_parallel")
-    )
     expert, expert_tensor = degrees.expert, degrees.expert_tensor
     if expert_tensor not in (1, degrees.tensor):
         raise ConfigError(
-            f"{tensor_key} = {expert_tensor}: must be 1 or parallelism.tensor_parallel_degree ="
-            f" {degrees.tensor}."
+            f"parallelism.expert_tensor_parallel_degree = {expert_tensor}: must be 1 or"
+            f" parallelism.tensor_parallel_degree = {degrees.tensor}."
         )
     # With the tensor ranks sharding each expert, only the others are left to borrow.
     borrowed = ("shard", "context") if expert_tensor > 1 else ("shard", "context", "tensor")
@@ -181,8 +178,8 @@ def _check_expert_degrees(degrees: Degrees) -> None:
         keys = {d.name: f"parallelism.{d.key}" for d in DIMENSIONS}
         shown = " x ".join(f"{keys[name]} {getattr(degrees, name)}" for name in borrowed)
         raise ConfigError(
-            f"{key} = {expert}: does not divide the {available} ranks that it is borrowed from,"
-            f" {shown}.",
+            f"parallelism.expert_parallel_degree = {expert}: does not divide the {available} ranks"
+            f" that it is borrowed from, {shown}.",
             fix=f"Use a divisor of {available}.",
         )
 

@@ -16,17 +16,17 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.checkpoint import FoundCheckpoint
 from titanlite.data import PositionWindow
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
 from titanlite.files import write_file_atomically
 from titanlite.guard.policy import GuardConfig
 from titanlite.log import logger
-from titanlite.metrics import MetricSinks
-from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
+from titanlite.runtime import RunFolderLock
 from titanlite.training.periodic import report_save
-from titanlite.training.state import Counters, TrainState
+from titanlite.training.run import Run
+from titanlite.training.state import Counters
 
 
 @dataclass(frozen=True)
@@ -166,23 +166,21 @@ class CheckpointRollback:
 
     config: GuardConfig
     past: SavedRollbacks
-    state: TrainState
-    checkpointer: Checkpointer
-    sinks: MetricSinks
-    watchdog: HeartbeatWatchdog
+    run: Run
     lock: RunFolderLock
     load: Callable[[FoundCheckpoint], None]
-    # reads a checkpoint of this run into `state`, and sets aside the later ones
+    # reads a checkpoint into the state of the run, and sets aside the later ones
 
     def roll_back(self, trouble: Trouble) -> None:
-        """Continue `state` from a checkpoint from before the trouble. Collective.
+        """Continue from a checkpoint from before the trouble. Collective.
 
         Raises TrainingDiverged on every rank if all tries have failed, or no checkpoint is old
         enough. The caller opens its batches again.
         """
-        self.watchdog.set_phase(trouble.step, "save")
-        report_save(self.checkpointer.wait(), self.checkpointer, self.sinks)
-        self.watchdog.set_phase(trouble.step, "load")
+        run = self.run
+        run.watchdog.set_phase(trouble.step, "save")
+        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
+        run.watchdog.set_phase(trouble.step, "load")
         history = self.past.history
         attempt = history.next_try(trouble, self.config)
         if attempt is None:
@@ -191,36 +189,37 @@ class CheckpointRollback:
         if found is None:
             self._report_refused(trouble.step, refused)
             self._give_up(history, trouble, "there is no valid checkpoint from before it")
-        self.state.optimizer.zero_grad()  # of the step that caused the trouble
+        run.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
         self.past.record(history.with_try(attempt))
         # All ranks wait in phase "load", with the time limit of a disk: it rewrites metrics.jsonl.
-        run_on_rank_0(lambda: self._report(found, refused, attempt), self.checkpointer.group)
-        self.watchdog.set_phase(self.state.step, "start")
+        run_on_rank_0(lambda: self._report(found, refused, attempt), run.checkpointer.group)
+        run.watchdog.set_phase(run.state.step, "start")
 
     def _find_checkpoint(
         self, history: RollbackHistory, attempt: RollbackTry
     ) -> tuple[FoundCheckpoint | None, list[str]]:
         """(the checkpoint to roll back to, why others were refused)."""
         tries = (*history.tries_for(attempt.trouble), attempt)
-        has_state = any(self.state.optimizer.state.values())  # plain SGD has none
-        positions, damaged = self.checkpointer.positions(with_optimizer=has_state)
-        interval = self.checkpointer.config.interval
+        has_state = any(self.run.state.optimizer.state.values())  # plain SGD has none
+        checkpointer = self.run.checkpointer
+        positions, damaged = checkpointer.positions(with_optimizer=has_state)
+        interval = checkpointer.config.interval
         steps = steps_to_roll_back_to(positions, attempt, tries[0].trouble, interval)
-        found, refused = self.checkpointer.find_first_valid(steps)
+        found, refused = checkpointer.find_first_valid(steps)
         return found, [*damaged, *refused]
 
     def _report_refused(self, step: int, refused: list[str]) -> None:
         for reason in refused:
-            self.sinks.event(step, "checkpoint_refused", reason=reason)
+            self.run.sinks.event(step, "checkpoint_refused", reason=reason)
 
     def _report(self, found: FoundCheckpoint, refused: list[str], attempt: RollbackTry) -> None:
         """Write the event, to the log and the start log too; on rank 0."""
-        trouble, window, step = attempt.trouble, attempt.window, self.state.step
+        trouble, window, step = attempt.trouble, attempt.window, self.run.state.step
         number = len(self.past.history.tries)
-        self.sinks.roll_back(step, rollbacks=number - 1)
+        self.run.sinks.roll_back(step, rollbacks=number - 1)
         self._report_refused(step, refused)
-        self.sinks.event(
+        self.run.sinks.event(
             step,
             "rolled_back",
             number=number,
@@ -250,7 +249,7 @@ class CheckpointRollback:
                 write_file_atomically(report, json.dumps(content, indent=1).encode())
             except OSError as error:  # must not hide why the run ends
                 logger.warning("%s: %s", report, error.strerror or error)
-        self.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
+        self.run.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
         lines = "".join(f"\n    {attempt}" for attempt in tries)
         raise TrainingDiverged(
             f"training diverged at step {trouble.step} ({trouble.reason}), and {why}.{lines}\n ",

@@ -293,14 +293,12 @@ def add_meters(
 
 def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -> Guard:
     """What handles the steps of a run that the judge rejects."""
-    parts, checkpointer = run.state.parts, run.checkpointer
+    parts = run.state.parts
     judge, past = parts.get("guard"), parts["rollbacks"]
     assert judge is None or isinstance(judge, StepJudge)
     assert isinstance(past, SavedRollbacks)
-    load = partial(restore, job, checkpointer, run.state, stream, completely=True)
-    rollback = CheckpointRollback(
-        job.config.guard, past, run.state, checkpointer, run.sinks, run.watchdog, lock, load
-    )
+    load = partial(restore, job, run.checkpointer, run.state, stream, completely=True)
+    rollback = CheckpointRollback(job.config.guard, past, run, lock, load)
     dump = build_batch_dump(job, stream)
     return Guard(run, judge, rollback, dump, job.config.compile.compiles("model"))
 

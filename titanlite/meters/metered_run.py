@@ -42,6 +42,23 @@ class Meter(NamedTuple):
     hook: StepHook | None = None
 
 
+class ArmedHook(StepHook):
+    """A hook that measures in the step after `arm`, and only then; see `periodic.measure_steps`."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._measured: Any = None
+
+    def arm(self) -> None:
+        """Measure the next step."""
+        self._armed = True
+
+    def take(self) -> Any:
+        """What was measured in the armed step, once; None if it was not armed."""
+        measured, self._measured, self._armed = self._measured, None, False
+        return measured
+
+
 @dataclass(frozen=True)
 class MeteredRun:
     """A run whose meters are to be built, and what they need beside it."""

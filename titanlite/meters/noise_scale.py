@@ -20,14 +20,14 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
-from titanlite.meters.metered_run import Meter, MeteredRun
+from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun
 from titanlite.models import valid_tokens
 from titanlite.optim import clip_gradients
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import StepInfo, measure_steps
 from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.state import TrainState
-from titanlite.training.step import StepHook, StepInputs, StepResult
+from titanlite.training.step import StepInputs, StepResult
 
 
 class NoiseEstimate(NamedTuple):
@@ -97,8 +97,8 @@ class Measurement(NamedTuple):
     share: Tensor  # 0-d: its share of the valid labels of the large batch, on the device
 
 
-class NoiseMeter(StepHook):
-    """In an armed step, first computes the gradient of the small batch.
+class NoiseMeter(ArmedHook):
+    """In an armed step, first computes the gradient of the small batch: a `Measurement`.
 
     That is one more forward and backward, in which the labels of the other half are ignored; the
     balancing losses of experts, which have no labels, are those of the large batch. The gradient is
@@ -107,18 +107,8 @@ class NoiseMeter(StepHook):
     """
 
     def __init__(self, engine: Engine, state: TrainState, mesh: Mesh):
+        super().__init__()
         self._engine, self._state, self._mesh = engine, state, mesh
-        self._armed = False
-        self._measurement: Measurement | None = None
-
-    def arm(self) -> None:
-        """Measure the next step."""
-        self._armed = True
-
-    def take(self) -> Measurement | None:
-        """The measurement of the armed step, once; None if there was none."""
-        measurement, self._measurement, self._armed = self._measurement, None, False
-        return measurement
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
         """See `StepHook.before_forward`."""
@@ -137,7 +127,7 @@ class NoiseMeter(StepHook):
         self._state.optimizer.zero_grad()
         if isinstance(load := self._state.parts.get("expert_load"), ExpertLoad):
             load.forget()
-        self._measurement = Measurement(norm, valid / inputs.valid)
+        self._measured = Measurement(norm, valid / inputs.valid)
 
 
 def build_noise_scale(metered: MeteredRun) -> Meter | None:

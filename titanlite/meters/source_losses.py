@@ -9,36 +9,29 @@ from torch import Tensor
 
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.meters.metered_run import Meter, MeteredRun
+from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout
 from titanlite.training.periodic import StepInfo, measure_steps
 from titanlite.training.spmd_engine import SetPhase
-from titanlite.training.step import StepHook, StepInputs
+from titanlite.training.step import StepInputs
 
 
-class SourceLosses(StepHook):
-    """Measures the mean cross-entropy of each source, over the global batch of an armed step."""
+class SourceLosses(ArmedHook):
+    """Measures the mean cross-entropy of each source, over the global batch of an armed step.
+
+    [sources], NaN for one without tokens.
+    """
 
     def __init__(self, stream: SampleStream, output: OutputLayer | None, layout: ParallelLayout):
         """`output`: the output layer; None on a pipeline rank without it."""
+        super().__init__()
         self._stream, self._output, self._mesh = stream, output, layout.mesh
         self._microbatches = _microbatch_order(layout)
-        self._armed = False
         self._sources = torch.empty(0)  # bool [B, sources]: of this rank's sequences
         self._sums = torch.empty(0)  # [sources]: cross-entropy of this rank's tokens so far
         self._labels = torch.empty(0)  # [sources]: valid labels of the global batch
         self._forwards = 0  # of the output layer in this step
-        self._losses: Tensor | None = None
-
-    def arm(self) -> None:
-        """Measure the next step."""
-        self._armed = True
-
-    def take(self) -> Tensor | None:
-        """[sources]: the losses of the armed step, NaN without tokens; None if it was not armed."""
-        losses, self._losses, self._armed = self._losses, None, False
-        return losses
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
         """See `StepHook.before_forward`."""
@@ -73,7 +66,7 @@ class SourceLosses(StepHook):
             return
         if self._output is not None:
             self._output.observe_token_losses(None)
-        self._losses = all_reduce_sum(self._mesh.loss, self._sums) / self._labels
+        self._measured = all_reduce_sum(self._mesh.loss, self._sums) / self._labels
 
 
 def _microbatch_order(layout: ParallelLayout) -> list[int]:

@@ -46,7 +46,7 @@ class SlowRank(NamedTuple):
 
 
 def find_slow(seconds: Sequence[float], threshold: float, unit: float = 0.0) -> list[tuple]:
-    """[(index, median, z-score)] of the values above `threshold`, the slowest first.
+    """[(index, median, z-score)] of the values above `threshold`.
 
     The z-score is robust: from the median and the median absolute deviation (MAD, times 1.4826 for
     normally distributed values). Of an even number of values the lower median is used, so that with
@@ -59,8 +59,7 @@ def find_slow(seconds: Sequence[float], threshold: float, unit: float = 0.0) -> 
     if not deviation:
         return []
     scores = [(index, median, (value - median) / deviation) for index, value in enumerate(seconds)]
-    slow = [score for score in scores if score[2] >= threshold]
-    return sorted(slow, key=lambda score: -score[2])
+    return [score for score in scores if score[2] >= threshold]
 
 
 class StragglerMeter:
