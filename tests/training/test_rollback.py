@@ -35,9 +35,9 @@ def trouble_at(position: int) -> Trouble:
 
 
 def tried(history: RollbackHistory, position: int, policy=SKIP) -> RollbackHistory:
-    attempt = history.next_try(trouble_at(position), policy)
-    assert attempt is not None
-    return history.with_try(attempt)
+    following = history.next_try(trouble_at(position), policy)
+    assert following is not None
+    return following
 
 
 def windows(*bounds, factor=0.0) -> tuple[PositionWindow, ...]:
@@ -65,7 +65,7 @@ def test_a_trouble_far_behind_the_window_is_a_new_one_and_the_old_window_stays()
     history = tried(tried(RollbackHistory(), 800), 888)
     first = history.windows
     last_of_the_same = 2 * 1056 - 640 - 1
-    assert history.next_try(trouble_at(last_of_the_same), SKIP).number == 3
+    assert tried(history, last_of_the_same).tries[-1].number == 3
     history = tried(history, last_of_the_same + 1)
     assert history.tries[-1].number == 1
     assert history.windows == (*first, *windows((1472 - 80, 1472 + 8 + 80)))
@@ -83,7 +83,7 @@ def test_the_history_is_the_same_after_it_was_saved_as_json(policy):
 
 
 def test_the_newest_checkpoint_from_before_the_window_is_preferred():
-    attempt = RollbackHistory().next_try(trouble_at(800), SKIP)
+    attempt = tried(RollbackHistory(), 800).tries[-1]
     positions = {20: 160, 90: 720, 60: 480, 91: 728, 95: 760, 100: 800, 101: 808}
     steps = steps_to_roll_back_to(positions, attempt, attempt.trouble, interval=10)
     # then the oldest of the interval from before the trouble

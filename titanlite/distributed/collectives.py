@@ -69,6 +69,19 @@ def start_all_gather(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tens
     return wait
 
 
+def start_all_to_all_rows(
+    group: dist.ProcessGroup, rows: Tensor, sent: list[int], received: list[int]
+) -> tuple[Tensor, Callable[[], object]]:
+    """Start to send rows [M, ...] in rank order, `sent` to each rank.
+
+    Returns the buffer of the rows from all ranks, `received` from each, and a function that waits
+    for them.
+    """
+    buffer = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)
+    return buffer, work.wait
+
+
 def start_all_to_all(
     group: dist.ProcessGroup,
     sent: Sequence[Sequence[Tensor]],
@@ -82,18 +95,15 @@ def start_all_to_all(
     """
     sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     received_sizes = [sum(sizes) for sizes in received]
-    outgoing = torch.cat([empty, *(tensor for tensors in sent for tensor in tensors)])
-    incoming = empty.new_empty(sum(received_sizes))
-    work = dist.all_to_all_single(
-        incoming, outgoing, received_sizes, sent_sizes, group=group, async_op=True
-    )
+    outgoing = torch.cat([empty, *chain.from_iterable(sent)])
+    incoming, wait = start_all_to_all_rows(group, outgoing, sent_sizes, received_sizes)
 
-    def wait() -> list[tuple[Tensor, ...]]:
-        work.wait()
+    def finish() -> list[tuple[Tensor, ...]]:
+        wait()
         by_rank = zip(incoming.split(received_sizes), received, strict=True)
         return [tensors.split(list(sizes)) for tensors, sizes in by_rank]
 
-    return wait
+    return finish
 
 
 def all_to_all_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
@@ -101,19 +111,6 @@ def all_to_all_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     received = torch.empty_like(own)
     dist.all_to_all_single(received, own.contiguous(), group=group)
     return received
-
-
-def start_all_to_all_rows(
-    group: dist.ProcessGroup, rows: Tensor, sent: list[int], received: list[int]
-) -> tuple[Tensor, Callable[[], object]]:
-    """Start to send rows [M, ...] in rank order, `sent` to each rank.
-
-    Returns the buffer of the rows from all ranks, `received` from each, and a function that waits
-    for them.
-    """
-    buffer = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)
-    return buffer, work.wait
 
 
 def send_tensor(mesh: DeviceMesh, value: Tensor, receiver: int) -> None:

@@ -65,11 +65,9 @@ class Violation:
     @property
     def values(self) -> str:
         """What was measured; the same in every layout and on every host."""
-        limits = f" (limits {self.limits[0]:g}, {self.limits[1]:g})"
-        return (
-            f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
-            f"{limits if self.reason is ViolationReason.SPIKE else ''}"
-        )
+        values = f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
+        is_spike = self.reason is ViolationReason.SPIKE
+        return f"{values} (limits {self.limits[0]:g}, {self.limits[1]:g})" if is_spike else values
 
     def __str__(self) -> str:
         where = f"; {self.culprit}" if str(self.culprit) else ""
@@ -277,8 +275,7 @@ class Guard(StepGuard):
         self._finish_save()
         steps = run_on_rank_0(run.checkpointer.steps)
         saved = f"step-{steps[-1]}" if steps else None
-        fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved}
-        fields["batch"] = batch
+        fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved, "batch": batch}
         run.sinks.event(violation.step, "diverged", **fields)
         rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
         resume = f"resumes from {saved}" if saved else "starts from step 0: there is no checkpoint"

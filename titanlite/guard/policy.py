@@ -54,18 +54,13 @@ class GuardConfig:
         """Whether a policy is to roll back."""
         return "rollback" in (self.nonfinite, self.spike)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether steps are judged at all."""
-        return self.nonfinite != "off"
-
 
 def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[ConfigError]:
     """Reject policies that contradict each other or an update in backward.
 
     `in_backward`: optimizer.early_step_in_backward.
     """
-    if config.spike != "off" and not config.enabled:
+    if config.spike != "off" and config.nonfinite == "off":
         yield ConfigError(
             f'guard.spike = "{config.spike}": guard.nonfinite = "off", but a run that is checked'
             " for spikes must be checked for inf and NaN, too.",

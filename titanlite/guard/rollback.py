@@ -82,8 +82,8 @@ class RollbackHistory:
             return ()
         return self.tries[len(self.tries) - latest.number :]
 
-    def next_try(self, trouble: Trouble, config: GuardConfig) -> RollbackTry | None:
-        """The next try; None if all tries for this trouble have failed.
+    def next_try(self, trouble: Trouble, config: GuardConfig) -> RollbackHistory | None:
+        """The history with the next try; None if all tries for this trouble have failed.
 
         With the default `rollback_steps`, the first window has 201 batches: 100 before the trouble,
         its own, and 100 after it. PaLM's training skipped 200 to 500 batches by hand, from a
@@ -99,11 +99,7 @@ class RollbackHistory:
             trouble.position + trouble.samples + margin,
             config.rollback_lr_factor ** (len(earlier) + 1),
         )
-        return RollbackTry(len(earlier) + 1, trouble, window)
-
-    def with_try(self, attempt: RollbackTry) -> RollbackHistory:
-        """The history after `attempt`."""
-        return RollbackHistory((*self.tries, attempt))
+        return RollbackHistory((*self.tries, RollbackTry(len(earlier) + 1, trouble, window)))
 
 
 def steps_to_roll_back_to(
@@ -116,12 +112,9 @@ def steps_to_roll_back_to(
     which one it is. Where no checkpoint is that old, the oldest one from before the `first` trouble
     is used: one of a multiple of `interval`, because others are there only if the run was stopped.
     """
-    old = [step for step, position in positions.items() if position <= attempt.window.start]
-    later = [
-        step
-        for step, position in positions.items()
-        if attempt.window.start < position <= first.position and step % interval == 0
-    ]
+    start, end = attempt.window.start, first.position
+    old = [step for step, at in positions.items() if at <= start]
+    later = [step for step, at in positions.items() if start < at <= end and step % interval == 0]
     return sorted(old, reverse=True) + sorted(later)
 
 
@@ -181,31 +174,30 @@ class CheckpointRollback:
         run.watchdog.set_phase(trouble.step, "save")
         report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
         run.watchdog.set_phase(trouble.step, "load")
-        history = self.past.history
-        attempt = history.next_try(trouble, self.config)
-        if attempt is None:
-            self._give_up(history, trouble, f"all {self.config.rollback_tries} tries have failed")
-        found, refused = self._find_checkpoint(history, attempt)
+        history = self.past.history.next_try(trouble, self.config)
+        if history is None:
+            self._give_up(trouble, f"all {self.config.rollback_tries} tries have failed")
+        found, refused = self._find_checkpoint(history.tries)
         if found is None:
             self._report_refused(trouble.step, refused)
-            self._give_up(history, trouble, "there is no valid checkpoint from before it")
+            self._give_up(trouble, "there is no valid checkpoint from before it")
         run.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
-        self.past.record(history.with_try(attempt))
+        self.past.record(history)
         # All ranks wait in phase "load", with the time limit of a disk: it rewrites metrics.jsonl.
-        run_on_rank_0(lambda: self._report(found, refused, attempt), run.checkpointer.group)
+        run_on_rank_0(lambda: self._report(found, refused), run.checkpointer.group)
         run.watchdog.set_phase(run.state.step, "start")
 
     def _find_checkpoint(
-        self, history: RollbackHistory, attempt: RollbackTry
+        self, tries: tuple[RollbackTry, ...]
     ) -> tuple[FoundCheckpoint | None, list[str]]:
-        """(the checkpoint to roll back to, why others were refused)."""
-        tries = (*history.tries_for(attempt.trouble), attempt)
+        """(the checkpoint to roll back to in the last of `tries`, why others were refused)."""
+        attempt = tries[-1]
+        first = tries[-attempt.number].trouble
         has_state = any(self.run.state.optimizer.state.values())  # plain SGD has none
         checkpointer = self.run.checkpointer
         positions, damaged = checkpointer.positions(with_optimizer=has_state)
-        interval = checkpointer.config.interval
-        steps = steps_to_roll_back_to(positions, attempt, tries[0].trouble, interval)
+        steps = steps_to_roll_back_to(positions, attempt, first, checkpointer.config.interval)
         found, refused = checkpointer.find_first_valid(steps)
         return found, [*damaged, *refused]
 
@@ -213,10 +205,10 @@ class CheckpointRollback:
         for reason in refused:
             self.run.sinks.event(step, "checkpoint_refused", reason=reason)
 
-    def _report(self, found: FoundCheckpoint, refused: list[str], attempt: RollbackTry) -> None:
+    def _report(self, found: FoundCheckpoint, refused: list[str]) -> None:
         """Write the event, to the log and the start log too; on rank 0."""
+        number, attempt = len(self.past.history.tries), self.past.history.tries[-1]
         trouble, window, step = attempt.trouble, attempt.window, self.run.state.step
-        number = len(self.past.history.tries)
         self.run.sinks.roll_back(step, rollbacks=number - 1)
         self._report_refused(step, refused)
         self.run.sinks.event(
@@ -233,9 +225,9 @@ class CheckpointRollback:
         )
         self.lock.record_rollback(trouble.step, step, trouble.reason)
 
-    def _give_up(self, history: RollbackHistory, trouble: Trouble, why: str) -> NoReturn:
+    def _give_up(self, trouble: Trouble, why: str) -> NoReturn:
         """End the run with exit code 3, and a report of what was tried."""
-        tries = history.tries_for(trouble)
+        tries = self.past.history.tries_for(trouble)
         report = self.lock.folder / "guard" / "rollback.json"
         content = {
             "step": trouble.step,

@@ -243,7 +243,7 @@ def build_state(
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
     device = next(model.model.parameters()).device
     parts: dict[str, SavedPart] = {"rollbacks": SavedRollbacks(counters)}
-    if job.config.guard.enabled:
+    if job.config.guard.nonfinite != "off":
         parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)
     if job.config.metrics.noise_scale_freq:
         parts["noise_scale"] = NoiseScale()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,7 +53,13 @@ def build_layer_norms(metered: MeteredRun) -> Meter | None:
         return None
     with torch.device("meta"):
         model = metered.spec.build(metered.sizes)
-    layer_of = partial(_layer_of, metered.spec.blocks_path)
+    blocks = f"{metered.spec.blocks_path}."
+
+    def layer_of(parameter: str) -> str:
+        """A block (layers.3) or another module (output)."""
+        path = blocks if parameter.startswith(blocks) else ""
+        return path + parameter.removeprefix(path).partition(".")[0]
+
     layers = list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
     mesh = metered.run.step_settings.mesh
 
@@ -66,11 +71,3 @@ def build_layer_norms(metered: MeteredRun) -> Meter | None:
             sinks.event(info.step, "layer_norms", **fields)
 
     return Meter(measure_steps("layer norms", freq, state.optimizer.update_norms, record))
-
-
-def _layer_of(blocks_path: str, parameter: str) -> str:
-    """The layer of a parameter by its name: a block (layers.3) or another module (output)."""
-    if parameter.startswith(f"{blocks_path}."):
-        block, _, _ = parameter.removeprefix(f"{blocks_path}.").partition(".")
-        return f"{blocks_path}.{block}"
-    return parameter.partition(".")[0]

@@ -138,9 +138,8 @@ def build_noise_scale(metered: MeteredRun) -> Meter | None:
     meter = NoiseMeter(run.engine, run.state, run.step_settings.mesh)
 
     def record(info: StepInfo) -> None:
-        if measurement := meter.take():
-            fields = _fields(measurement, average, info.result)
-            run.sinks.event(info.step, "noise_scale", **fields)
+        if measured := meter.take():
+            run.sinks.event(info.step, "noise_scale", **_fields(measured, average, info.result))
 
     freq = metered.metrics.noise_scale_freq
     return Meter(measure_steps("noise scale", freq, meter, record), meter)

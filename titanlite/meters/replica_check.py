@@ -58,9 +58,7 @@ class ReplicaFinding(NamedTuple):
     value: str  # the first that differs: a parameter, "exp_avg of PARAMETER", or a counter
 
     def __str__(self) -> str:
-        ranks = ", ".join(
-            f"{rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True)
-        )
+        ranks = ", ".join(map("{} ({})".format, self.ranks, self.hosts))
         return f"{self.value} on rank {ranks}, of {self.replicas} replicas"
 
 

@@ -59,10 +59,11 @@ class SimulatedRun:
         latest = self.counters.step
         trouble = Trouble(latest, *self.truth[latest], "spike")
         history = self.history
-        attempt = history.next_try(trouble, config)
+        following = history.next_try(trouble, config)
         self._go_back(step)
-        self.history = history.with_try(attempt)
+        self.history = following
         self.counters.set_windows(self.history.windows)
+        attempt = following.tries[-1]
         window = attempt.window
         event = {"event": "rolled_back", "step": step, "from_step": latest}
         event |= {"number": len(history.tries) + 1, "attempt": attempt.number}
