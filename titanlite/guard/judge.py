@@ -182,9 +182,8 @@ class PendingSteps:
     def __init__(self) -> None:
         self._steps: deque[PendingStep] = deque()
         self._rejected = False
-        self._flag: Tensor | None = None  # in pinned memory: whether `_flag_step` was accepted
-        self._flag_step = 0
-        self._flag_copied: torch.cuda.Event | None = None  # while a copy is in flight
+        self._copy: tuple[int, Tensor, torch.cuda.Event] | None = None
+        # in flight: the step, its flag in pinned memory, and when that has arrived
 
     def add(self, step: int, before: HostState, result: StepResult) -> None:
         """Add the latest step; does not wait for the device."""
@@ -194,18 +193,17 @@ class PendingSteps:
         self._steps.append(PendingStep(step, before, result, accept))
         if not accept.is_cuda:
             self._settle(step, bool(accept))
-        elif self._flag_copied is None:
-            if self._flag is None:
-                self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._flag.copy_(accept, non_blocking=True)
-            self._flag_step, self._flag_copied = step, torch.cuda.Event()
-            self._flag_copied.record()
+        elif self._copy is None:
+            flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._copy = step, flag.copy_(accept, non_blocking=True), torch.cuda.Event()
+            self._copy[2].record()
 
     def poll(self) -> bool:
         """Whether a rejected step is known so far; does not wait for the device."""
-        if self._flag is not None and self._flag_copied is not None and self._flag_copied.query():
-            self._flag_copied = None
-            self._settle(self._flag_step, bool(self._flag))
+        if self._copy and self._copy[2].query():
+            step, flag, _ = self._copy
+            self._copy = None
+            self._settle(step, bool(flag))
         return self._rejected
 
     def wait(self) -> bool:
@@ -218,7 +216,7 @@ class PendingSteps:
         """(first rejected step, number of judged steps from it on); clears the pending steps."""
         rejected = [pending for pending in self._steps if not pending.accept]
         self._steps.clear()
-        self._rejected, self._flag_copied = False, None
+        self._rejected, self._copy = False, None
         return (rejected[0] if rejected else None), len(rejected)
 
     def _settle(self, step: int, accepted: bool) -> None:

@@ -213,19 +213,12 @@ def hash_bits(tensor: Tensor) -> Tensor:
     one element changes the hash. A change of several is missed with a probability of about 2^-32.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    if not bits.numel():  # other ranks have all of it
-        return torch.zeros((), dtype=torch.int64, device=bits.device)
-    factors = _odd_factors(0, ROW, bits.device)
-    chunk = ROW * ROWS[bits.device.type]
-    sums = []
-    for part in bits.split(chunk):
-        whole = part.numel() // ROW * ROW
-        if whole:
-            sums.append((part[:whole].view(-1, ROW) * factors).sum(1))
-        if whole < part.numel():
-            sums.append((part[whole:] * factors[: part.numel() - whole]).sum().view(1))
-    rows = torch.cat(sums)
-    return (rows * _odd_factors(1, rows.numel(), rows.device)).sum()
+    factors, whole = _odd_factors(0, ROW, bits.device), bits.numel() // ROW * ROW
+    rows, rest = bits[:whole].view(whole // ROW, ROW), bits[whole:]
+    sums = [(part * factors).sum(1) for part in rows.split(ROWS[bits.device.type])]
+    sums.append((rest * factors[: rest.numel()]).sum().view(1))
+    each = torch.cat(sums)
+    return (each * _odd_factors(1, each.numel(), each.device)).sum()
 
 
 @cache
