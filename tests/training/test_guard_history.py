@@ -13,7 +13,6 @@ from titanlite.guard.policy import (
     StepVerdict,
     ViolationReason,
     check_guard_config,
-    decide,
 )
 
 NAN, SPIKE = ViolationReason.NONFINITE, ViolationReason.SPIKE
@@ -24,8 +23,7 @@ def verdicts(config: GuardConfig, *observations: tuple, saved: bool = False) -> 
     """The verdicts, in order; `saved`: with the history saved and loaded in between."""
     history, given = History(), []
     for observation in observations:
-        history, verdict = decide(history, *observation, config)
-        given.append(verdict)
+        given.append(history.decide(*observation, config))
         if saved:
             history = History(**json.loads(json.dumps(asdict(history))))
     return given

@@ -1,4 +1,4 @@
-"""The guard of a run: replay a violating step on all ranks, and do what `decide` returns."""
+"""The guard of a run: replay a violating step on all ranks, and do what its history decides."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ from titanlite.training.periodic import report_save
 from titanlite.training.run import Run, StepGuard
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult, compute_gradients, finish_step
-
-EVENTS = {  # names in metrics.jsonl
-    StepVerdict.SKIP: "step_skipped",
-    StepVerdict.ACCEPT: "spike",
-    StepVerdict.ROLL_BACK: "violation",  # before the event of the roll-back
-}
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ class Guard(StepGuard):
         path = self._dump_batch(first.step, first.position, first.result.samples)
         if not self._rolls_back_nonfinite:
             self._give_up(violation, batch=path)
-        event = EVENTS[StepVerdict.ROLL_BACK]
+        event = StepVerdict.ROLL_BACK.value
         self._run.sinks.event(first.step, event, **violation.fields, batch=path)
         self._roll_back(violation, first.position, first.result.samples)
         return None
@@ -205,7 +199,7 @@ class Guard(StepGuard):
         if not differs and not reason:  # only on a GPU, where few last bits are not compared
             reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
         host = faulty.host if differs else None
-        verdict = judge.decide(first.step, reason, host)
+        verdict = judge.history.decide(first.step, reason, host, judge.config)
         if differs:
             self._report_fault(first, replayed, faulty, judge.history)
         if not reason:
@@ -214,7 +208,7 @@ class Guard(StepGuard):
         path = self._dump_batch(first.step, first.position, first.result.samples)
         if verdict is StepVerdict.GIVE_UP:
             self._give_up(violation, judge.history.in_a_row, path)
-        self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
+        self._run.sinks.event(first.step, verdict.value, **violation.fields, batch=path)
         return verdict, violation
 
     @property
@@ -276,7 +270,7 @@ class Guard(StepGuard):
         steps = run_on_rank_0(run.checkpointer.steps)
         saved = f"step-{steps[-1]}" if steps else None
         fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved, "batch": batch}
-        run.sinks.event(violation.step, "diverged", **fields)
+        run.sinks.event(violation.step, StepVerdict.GIVE_UP.value, **fields)
         rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
         resume = f"resumes from {saved}" if saved else "starts from step 0: there is no checkpoint"
         raise TrainingDiverged(

@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.guard.policy import (
-    MIN_WINDOW_STEPS,
-    GuardConfig,
-    History,
-    StepVerdict,
-    ViolationReason,
-    decide,
-)
+from titanlite.guard.policy import MIN_WINDOW_STEPS, GuardConfig, History, ViolationReason
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult
 
@@ -112,13 +105,6 @@ class StepJudge:
         newest = torch.tensor(state["window"])[:, -self.config.window_steps :]
         self._window.fill_(math.nan)
         self._window[:, self.config.window_steps - newest.shape[1] :] = newest
-
-    def decide(
-        self, step: int, reason: ViolationReason | None, faulty_host: str | None
-    ) -> StepVerdict:
-        """What to do with a step that was replayed, from the history; see `policy.decide`."""
-        self.history, verdict = decide(self.history, step, reason, faulty_host, self.config)
-        return verdict
 
     def _values(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         # Under CPU offload the norm is in host memory, as are the parameters and this judge, so

@@ -1,9 +1,9 @@
-"""[guard], and what the guard decides as a pure function of its history and what was observed."""
+"""[guard], and what the guard decides from its history and what was observed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Literal
 
@@ -89,47 +89,45 @@ class ViolationReason(Enum):
 
 
 class StepVerdict(Enum):
-    """What happens to a violating step."""
+    """What happens to a violating step. The values are the names of events in metrics.jsonl."""
 
-    ACCEPT = "accept"  # update the parameters with the replayed gradients
-    SKIP = "skip"  # change no parameter and no optimizer state; the position advances
-    ROLL_BACK = "roll back"  # continue from an earlier checkpoint
-    GIVE_UP = "give up"  # end the run with exit code 3
+    ACCEPT = "spike"  # update the parameters with the replayed gradients
+    SKIP = "step_skipped"  # change no parameter and no optimizer state; the position advances
+    ROLL_BACK = "violation"  # continue from an earlier checkpoint, which is another event
+    GIVE_UP = "diverged"  # end the run with exit code 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """What earlier violations leave behind; saved in checkpoints."""
 
     last_step: int = 0  # the last violating step that the data or the optimization caused
     in_a_row: int = 0  # how many such steps there are in a row, up to `last_step`
-    hardware_faults: Mapping[str, int] = field(default_factory=dict)  # by host
+    hardware_faults: dict[str, int] = field(default_factory=dict)  # by host
 
+    def decide(
+        self,
+        step: int,
+        reason: ViolationReason | None,
+        faulty_host: str | None,
+        config: GuardConfig,
+    ) -> StepVerdict:
+        """What to do with a violating step, counted from 1, that was replayed; remembers it.
 
-def decide(
-    history: History,
-    step: int,
-    reason: ViolationReason | None,
-    faulty_host: str | None,
-    config: GuardConfig,
-) -> tuple[History, StepVerdict]:
-    """(the new history, what to do with a violating `step`, counted from 1, that was replayed).
-
-    `reason`: why the replay is a violation, too; None if it is not. `faulty_host` computed other
-    bits than in the replay: the hardware is a cause, and the only one if there is no `reason`. None
-    if the bits are the same: the data or the optimization is the cause.
-    """
-    if faulty_host is not None:
-        count = history.hardware_faults.get(faulty_host, 0) + 1
-        faults = {**history.hardware_faults, faulty_host: count}
-        history = replace(history, hardware_faults=faults)
-        if count >= config.max_hardware_faults:
-            return history, StepVerdict.GIVE_UP
-    policy = config.spike if reason is ViolationReason.SPIKE else config.nonfinite
-    if reason is None or policy == "warn":
-        return history, StepVerdict.ACCEPT
-    in_a_row = history.in_a_row + 1 if step == history.last_step + 1 else 1
-    history = replace(history, last_step=step, in_a_row=in_a_row)
-    if in_a_row >= config.max_violations:
-        return history, StepVerdict.GIVE_UP
-    return history, StepVerdict.ROLL_BACK if policy == "rollback" else StepVerdict.SKIP
+        `reason`: why the replay is a violation, too; None if it is not. `faulty_host` computed
+        other bits than in the replay: the hardware is a cause, and the only one if there is no
+        `reason`. None if the bits are the same: the data or the optimization is the cause.
+        """
+        if faulty_host is not None:
+            count = self.hardware_faults.get(faulty_host, 0) + 1
+            self.hardware_faults[faulty_host] = count
+            if count >= config.max_hardware_faults:
+                return StepVerdict.GIVE_UP
+        policy = config.spike if reason is ViolationReason.SPIKE else config.nonfinite
+        if reason is None or policy == "warn":
+            return StepVerdict.ACCEPT
+        self.in_a_row = self.in_a_row + 1 if step == self.last_step + 1 else 1
+        self.last_step = step
+        if self.in_a_row >= config.max_violations:
+            return StepVerdict.GIVE_UP
+        return StepVerdict.ROLL_BACK if policy == "rollback" else StepVerdict.SKIP
