@@ -51,9 +51,7 @@ class DebugConfig:
 
     seed: NotNegative = 0  # seed of the initial weights and the sample order
     deterministic: bool = False  # use deterministic kernels only; may be slower
-    deterministic_warn_only: bool = (
-        False  # warn where no deterministic kernel exists, instead of failing
-    )
+    deterministic_warn_only: bool = False  # warn where no deterministic kernel exists; do not fail
 
 
 @dataclass(frozen=True)

@@ -92,16 +92,11 @@ def host_store(seconds: float) -> dist.Store:
     every interface.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listen_fd = None
+    fd, timeout = None, timedelta(seconds=seconds)
     if is_loopback(address):
-        listen_fd = socket.create_server(("127.0.0.1", port), backlog=1024).detach()
+        fd = socket.create_server(("127.0.0.1", port), backlog=1024).detach()
     return dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=seconds),
-        master_listen_fd=listen_fd,
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd
     )
 
 
@@ -182,16 +177,14 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
         store.set(f"hello/{rank}", nonce)
         _wait_for_key(store, f"start/{nonce}", rank, world_size, seconds)
         start_id = store.get(f"start/{nonce}").decode()
-    waiting_for = set(children_of(rank, world_size, FANOUT_TO_JOIN))
-    while waiting_for:
-        for child in sorted(waiting_for):
-            if store.check([f"{start_id}/{child}"]):
-                waiting_for.remove(child)
-            elif store.check([f"hello/{child}"]):
+    waiting_for = children_of(rank, world_size, FANOUT_TO_JOIN)
+    while waiting_for := [c for c in waiting_for if not store.check([f"{start_id}/{c}"])]:
+        for child in waiting_for:
+            if store.check([f"hello/{child}"]):
                 store.set(f"start/{store.get(f'hello/{child}').decode()}", start_id)
-        if waiting_for and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise _missing_ranks(store, start_id, rank, world_size, seconds)
-        time.sleep(POLL_SECONDS if waiting_for else 0)
+        time.sleep(POLL_SECONDS)
     store.set(f"{start_id}/{rank}", "")
     if rank:
         _wait_for_key(store, f"{start_id}/0", rank, world_size, seconds)  # rank 0 confirms last

@@ -28,10 +28,6 @@ class SourceLosses(ArmedHook):
         super().__init__()
         self._stream, self._output, self._mesh = stream, output, layout.mesh
         self._microbatches = _microbatch_order(layout)
-        self._sources = torch.empty(0)  # bool [B, sources]: of this rank's sequences
-        self._sums = torch.empty(0)  # [sources]: cross-entropy of this rank's tokens so far
-        self._labels = torch.empty(0)  # [sources]: valid labels of the global batch
-        self._forwards = 0  # of the output layer in this step
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
         """See `StepHook.before_forward`."""
@@ -41,11 +37,11 @@ class SourceLosses(ArmedHook):
         first = inputs.position + self._mesh.batch_rank * len(labels)
         numbers = self._stream.sources_at(first, len(labels))
         names = torch.arange(len(self._stream.names))
-        self._sources = (numbers[:, None] == names).to(labels.device)
+        self._sources = (numbers[:, None] == names).to(labels.device)  # [B, sources]: bool
         counts = ((labels >= 0).sum(1, keepdim=True) * self._sources).sum(0)
-        self._labels = all_reduce_sum(self._mesh.batch, counts)
-        self._sums = torch.zeros(len(names), device=labels.device)
-        self._forwards = 0
+        self._labels = all_reduce_sum(self._mesh.batch, counts)  # [sources]: of the global batch
+        self._sums = torch.zeros(len(names), device=labels.device)  # of this rank's cross-entropy
+        self._forwards = 0  # of the output layer in this step
         if self._output is not None:
             self._output.observe_token_losses(self._add)
 
