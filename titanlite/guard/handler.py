@@ -41,7 +41,7 @@ class Violation:
     reason: ViolationReason
     loss: float
     grad_norm: float
-    limits: tuple[float, float]  # loss and gradient norm above which a step is a spike, or NaN
+    limits: list[float]  # loss and gradient norm above which a step is a spike, or NaN
     culprit: Culprit
 
     @property
@@ -117,7 +117,7 @@ class Guard(StepGuard):
         if not self._tree.max([own.strength > (0,)])[0]:
             return False
         _, culprit, _ = find_strongest(own)
-        values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
+        values, no_limits = (float(result.loss), float(result.grad_norm)), [math.nan, math.nan]
         violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
         if not self._rolls_back_nonfinite:
             self._give_up(violation)

@@ -84,10 +84,9 @@ class StepJudge:
         is_spike = self.config.spike != "off" and bool(self._is_spike(_log(values)))
         return ViolationReason.SPIKE if is_spike else None
 
-    def limits(self) -> tuple[float, float]:
+    def limits(self) -> list[float]:
         """Loss and gradient norm above which a step is a spike, or NaN; waits for the device."""
-        loss, grad_norm = self._log_limits().exp().tolist()
-        return loss, grad_norm
+        return self._log_limits().exp().tolist()
 
     def state(self) -> dict[str, Any]:
         """History and window as JSON values; waits for the device."""
@@ -150,7 +149,6 @@ class PendingStep:
     step: int  # counted from 1
     before: HostState
     result: StepResult
-    accept: Tensor  # 0-d bool on the device
 
     @property
     def position(self) -> int:
@@ -176,7 +174,7 @@ class PendingSteps:
         accept = result.accept
         if accept is None:  # not judged: float16 gradients overflowed, or there is no judge
             return
-        self._steps.append(PendingStep(step, before, result, accept))
+        self._steps.append(PendingStep(step, before, result))
         if not accept.is_cuda:
             self._settle(step, bool(accept))
         elif self._copy is None:
@@ -195,12 +193,12 @@ class PendingSteps:
     def wait(self) -> bool:
         """Whether any step so far was rejected; waits for the device."""
         if self._steps:
-            self._settle(self._steps[-1].step, bool(self._steps[-1].accept))
+            self._settle(self._steps[-1].step, bool(self._steps[-1].result.accept))
         return self._rejected
 
     def take_rejected(self) -> tuple[PendingStep | None, int]:
         """(first rejected step, number of judged steps from it on); clears the pending steps."""
-        rejected = [pending for pending in self._steps if not pending.accept]
+        rejected = [pending for pending in self._steps if not pending.result.accept]
         self._steps.clear()
         self._rejected, self._copy = False, None
         return (rejected[0] if rejected else None), len(rejected)

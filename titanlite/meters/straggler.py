@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.distributed.mesh import Degrees, coordinates_of
+from titanlite.distributed.mesh import Degrees
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.metrics import PhaseTimer
@@ -97,12 +97,10 @@ def compare_ranks(
     Host times are compared between the ranks of a pipeline stage, because stages have different
     work. Data times count relative to the duration of a step.
     """
-    everyone = range(len(reports))
-    stages: dict[int, list[int]] = {}
-    for rank in everyone:
-        stages.setdefault(coordinates_of(rank, degrees)["pipeline"], []).append(rank)
+    everyone, per_stage = range(len(reports)), len(reports) // degrees.pipeline
+    stages = [everyone[first : first + per_stage] for first in everyone[::per_stage]]
     step = median_low([report["step"] for report in reports])
-    compared: list[tuple[str, Sequence[int], float]] = [("host", s, 0.0) for s in stages.values()]
+    compared = [("host", stage, 0.0) for stage in stages]  # pipeline is the outermost dimension
     compared += [("data", everyone, step)]
     compared += [(test, everyone, 0.0) for test in ("matmul", "memory") if test in reports[0]]
     slow = [
