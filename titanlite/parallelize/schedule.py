@@ -1,12 +1,13 @@
-"""Pipeline schedules, by name or from a CSV file: requirements, order of actions, simulation."""
+"""Pipeline schedules, by name or from a CSV file: requirements, order of actions."""
 
 from __future__ import annotations
 
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
@@ -25,14 +26,6 @@ class PipelineAction(NamedTuple):
     kind: ActionKind
     stage: int
     microbatch: int
-
-
-class TimedAction(NamedTuple):
-    """An action with its start and end time."""
-
-    action: PipelineAction
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -67,20 +60,15 @@ def required_microbatches(name: str, ranks: int, stages: int, microbatches: int)
     minimum = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     if microbatches < minimum:
         return f"{minimum} or more"
-    interleaved = name in ("Interleaved1F1B", "InterleavedZeroBubble")
-    if not interleaved or _divides_into_rounds(microbatches, ranks):
+
+    def has_equal_rounds(number: int) -> bool:
+        return number % max(1, number // ranks) == 0
+
+    if name not in ("Interleaved1F1B", "InterleavedZeroBubble") or has_equal_rounds(microbatches):
         return None
-    fewer, more = microbatches - 1, microbatches + 1
-    while not _divides_into_rounds(fewer, ranks):
-        fewer -= 1
-    while not _divides_into_rounds(more, ranks):
-        more += 1
+    fewer = next(n for n in range(microbatches, 0, -1) if has_equal_rounds(n))
+    more = next(n for n in count(microbatches) if has_equal_rounds(n))
     return f"{fewer} or {more} (the nearest n with n % (n // {ranks}) = 0)"
-
-
-def _divides_into_rounds(microbatches: int, ranks: int) -> bool:
-    """Whether torch's interleaved schedules can divide `microbatches` into equal rounds."""
-    return microbatches % max(1, microbatches // ranks) == 0
 
 
 def build_schedule_order(
@@ -174,44 +162,33 @@ def check_csv_order(path: Path, order: Sequence[Sequence[PipelineAction]]) -> tu
     the order would deadlock.
     """
     rank_of: dict[int, int] = {}
-    seen: set[PipelineAction] = set()
+    kinds_of: dict[tuple[int, int], set[str]] = defaultdict(set)  # of a stage and micro-batch
     for rank, actions in enumerate(order):
         for action in actions:
-            if rank_of.setdefault(action.stage, rank) != rank:
-                ranks = f"pipeline ranks {rank_of[action.stage]} and {rank}"
-                problem = f"stage {action.stage} is on {ranks}."
+            kind, stage, microbatch = action
+            if rank_of.setdefault(stage, rank) != rank:
+                problem = f"stage {stage} is on pipeline ranks {rank_of[stage]} and {rank}."
                 raise _csv_error(path, problem, "Put all actions of a stage on one line.")
-            if action in seen:
+            if kind in kinds_of[stage, microbatch]:
                 problem = f"{format_action(action)} is listed twice."
                 raise _csv_error(path, problem, "Remove one.")
-            seen.add(action)
-    if not seen:
+            kinds_of[stage, microbatch].add(kind)
+    if not rank_of:
         raise _csv_error(path, "it is empty.", "Write one line per pipeline rank.")
-    stages = max(rank_of) + 1
-    microbatches = max(action.microbatch for action in seen) + 1
-    _check_csv_is_complete(path, seen, stages, microbatches)
-    try:
-        simulate_schedule(order, [1.0] * stages)
-    except ScheduleDeadlock as error:
-        raise _csv_error(path, f"it would deadlock: {error}.", "Change the order.") from None
-    return [rank_of[stage] for stage in range(stages)], microbatches
-
-
-def _check_csv_is_complete(
-    path: Path, seen: set[PipelineAction], stages: int, microbatches: int
-) -> None:
-    """Raise ConfigError unless every stage runs every micro-batch forward and backward."""
-    kinds_of: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for kind, stage, microbatch in seen:
-        kinds_of[stage, microbatch].add(kind)
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            kinds = kinds_of[stage, microbatch]
-            if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
-                listed = ", ".join(sorted(kinds)) or "no action"
-                problem = f"stage {stage}, micro-batch {microbatch} has {listed}."
-                fix = "It needs forward and backward, or forward, input and weight."
-                raise _csv_error(path, problem, fix)
+    stages, microbatches = (range(max(numbers) + 1) for numbers in zip(*kinds_of, strict=True))
+    for stage, microbatch in product(stages, microbatches):
+        kinds = kinds_of[stage, microbatch]
+        if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
+            listed = ", ".join(sorted(kinds)) or "no action"
+            problem = f"stage {stage}, micro-batch {microbatch} has {listed}."
+            fix = "It needs forward and backward, or forward, input and weight."
+            raise _csv_error(path, problem, fix)
+    ended = {action for _, action, _ in iterate_runnable(order)}
+    left = [[action for action in actions if action not in ended] for actions in order]
+    if blocked := [format_action(actions[0]) for actions in left if actions]:
+        problem = f"it would deadlock: {' and '.join(blocked)} cannot start."
+        raise _csv_error(path, problem, "Change the order.")
+    return [rank_of[stage] for stage in stages], len(microbatches)
 
 
 def format_action(action: PipelineAction) -> str:
@@ -223,50 +200,34 @@ def _csv_error(path: Path, problem: str, fix: str) -> ConfigError:
     return ConfigError(f'{CSV_KEY} = "{path}": {problem}', fix=fix)
 
 
-class ScheduleDeadlock(Exception):
-    """The pipeline ranks wait for each other: no action that is left can start."""
+def iterate_runnable(
+    order: Sequence[Sequence[PipelineAction]],
+) -> Iterator[tuple[int, PipelineAction, list[PipelineAction]]]:
+    """Yield (rank, action, actions that end before it starts), in an order in which they can run.
 
-
-def simulate_schedule(
-    order: Sequence[Sequence[PipelineAction]], costs: Sequence[float]
-) -> list[list[TimedAction]]:
-    """Start and end of each action, by pipeline rank, if communication takes no time.
-
-    `costs` has the duration of each stage's forward. A backward takes twice as long; its input and
-    weight gradients take as long as the forward each. The first stage sends no input gradients, so
-    torch computes its entire backward with the weight gradients. Raises ScheduleDeadlock.
+    Ends early if the pipeline ranks would wait for each other.
     """
-    ends: dict[PipelineAction, float] = {}
-    rows: list[list[TimedAction]] = [[] for _ in order]
-    last_stage = len(costs) - 1
+    last_stage = max(action.stage for actions in order for action in actions)
+    ended: set[PipelineAction] = set()
+    counts = [0] * len(order)  # of the actions of each rank that have ended
     progressed = True
     while progressed:
         progressed = False
-        for actions, timed in zip(order, rows, strict=True):
-            while len(timed) < len(actions):
-                action = actions[len(timed)]
-                dependencies = _dependencies(action, last_stage, ends)
-                if any(dependency not in ends for dependency in dependencies):
+        for rank, actions in enumerate(order):
+            for action in actions[counts[rank] :]:
+                dependencies = _dependencies(action, last_stage, ended)
+                if not ended.issuperset(dependencies):
                     break
-                free_at = timed[-1].end if timed else 0.0
-                start = max([free_at, *(ends[dependency] for dependency in dependencies)])
-                ends[action] = start + _duration(action, costs[action.stage])
-                timed.append(TimedAction(action, start, ends[action]))
+                yield rank, action, dependencies
+                ended.add(action)
+                counts[rank] += 1
                 progressed = True
-    blocked = [
-        actions[len(timed)]
-        for actions, timed in zip(order, rows, strict=True)
-        if len(timed) < len(actions)
-    ]
-    if blocked:
-        raise ScheduleDeadlock(f"{' and '.join(map(format_action, blocked))} cannot start")
-    return rows
 
 
 def _dependencies(
-    action: PipelineAction, last_stage: int, ends: dict[PipelineAction, float]
+    action: PipelineAction, last_stage: int, ended: set[PipelineAction]
 ) -> list[PipelineAction]:
-    """Actions that must end before `action` starts; `ends` has those that already ran."""
+    """Actions that must end before `action` starts; `ended` are those that already have."""
     kind, stage, microbatch = action
     if kind == "forward":
         return [PipelineAction("forward", stage - 1, microbatch)] if stage else []
@@ -276,28 +237,8 @@ def _dependencies(
     if stage < last_stage:  # the next stage may split its backward or not
         split = PipelineAction("input", stage + 1, microbatch)
         unsplit = PipelineAction("backward", stage + 1, microbatch)
-        dependencies.append(split if split in ends else unsplit)
+        dependencies.append(split if split in ended else unsplit)
     return dependencies
-
-
-def with_whole_backwards(order: Sequence[Sequence[PipelineAction]]) -> list[list[PipelineAction]]:
-    """The order if the weight gradients are computed together with the input gradients."""
-    return [
-        [
-            action._replace(kind="backward") if action.kind == "input" else action
-            for action in actions
-            if action.kind != "weight"
-        ]
-        for actions in order
-    ]
-
-
-def _duration(action: PipelineAction, cost: float) -> float:
-    if action.kind == "backward":
-        return 2 * cost
-    if action.stage == 0 and action.kind != "forward":
-        return 2 * cost if action.kind == "weight" else 0.0
-    return cost
 
 
 def format_trace_name(activity: str, kind: str, stage: int, microbatch: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titanlite.errors import DataError
-from titanlite.parallelize.schedule import ActionKind, TimedAction, format_action
+from titanlite.parallelize.schedule import ActionKind, format_action
 from titanlite_lab.figure import (
     FAINT,
     INK,
@@ -22,6 +22,7 @@ from titanlite_lab.figure import (
     fit_font_size,
     wrap_text,
 )
+from titanlite_planner.time.simulation import TimedAction
 
 _KINDS: dict[ActionKind, tuple[str, str]] = {  # (colour, label); distinct for colour-blind readers
     "forward": ("#2f6fb2", "forward"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from titanlite.distributed.mesh import coordinates_of
 from titanlite.job import Job
-from titanlite.parallelize.schedule import simulate_schedule, with_whole_backwards
 from titanlite_planner.pictures.gantt import PipelineTimeline
 from titanlite_planner.pictures.layout import MeshCoordinate, StageCost, draw_layout
+from titanlite_planner.time.simulation import simulate_schedule, with_whole_backwards
 
 
 def draw_job_layout(job: Job, timelines: Sequence[PipelineTimeline], out: Path) -> list[Path]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
-from titanlite.parallelize.schedule import ACTION_KINDS, ActionKind, PipelineAction, TimedAction
+from titanlite.parallelize.schedule import ACTION_KINDS, ActionKind, PipelineAction
+from titanlite_planner.time.simulation import TimedAction
 
 _NAME = re.compile(rf"pipeline ({'|'.join(ACTION_KINDS)}) (\d+) (\d+)")
 _KINDS: dict[str, ActionKind] = {kind: kind for kind in ACTION_KINDS}  # for the type checker

@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.parallelize.schedule import (
-    PipelineAction,
-    TimedAction,
-    build_schedule_order,
-    simulate_schedule,
-)
+from titanlite.parallelize.schedule import PipelineAction, build_schedule_order
 from titanlite_planner.pictures.gantt import PipelineTimeline
 from titanlite_planner.pictures.layout import MeshCoordinate, StageCost, draw_layout
+from titanlite_planner.time.simulation import TimedAction, simulate_schedule
 
 pytest.importorskip("matplotlib")
 

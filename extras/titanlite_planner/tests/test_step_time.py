@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
+from titanlite.parallelize.schedule import build_schedule_order
 from titanlite_planner.accuracy.row_errors import model_flops
 from titanlite_planner.hardware import parse_gpus
 from titanlite_planner.model_shape import Experts, LatentAttention, ModelShape
 from titanlite_planner.time.efficiency import efficiency_sets, find_efficiency
 from titanlite_planner.time.kernels import KERNEL_S, KernelTimes
 from titanlite_planner.time.pipeline import divide_layers, idle_seconds
+from titanlite_planner.time.simulation import simulate_schedule
 from titanlite_planner.time.step import estimate_step, model_parameters
 from titanlite_planner.workload import ExpertExchange, Layout, Numerics, Overlap, Workload
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from titanlite.parallelize.schedule import (
-    build_schedule_order,
-    simulate_schedule,
-    with_whole_backwards,
-)
+from titanlite.parallelize.schedule import build_schedule_order
+from titanlite_planner.time.simulation import simulate_schedule, with_whole_backwards
 
 MANY = 2  # micro-batches per rank beyond which the idle time does not grow
 
