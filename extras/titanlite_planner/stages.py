@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 from titanlite.parallelize.schedule import (
     SCHEDULES,
@@ -38,6 +39,16 @@ def _even_stages(blocks: tuple[int, ...]) -> tuple[StageParts, ...]:
         stages.append(StageParts(number, first, count, number == 0, last, last))
         first += count
     return tuple(stages)
+
+
+def describe_stage(names: Sequence[str]) -> str:
+    """Modules of a stage as text, such as "tok_embeddings, layers 0-3"."""
+    parts: list[str] = []
+    for path, group in groupby(names, lambda name: name.rpartition(".")[0]):
+        last_parts = [name.rpartition(".")[2] for name in group]
+        first_and_last = dict.fromkeys((last_parts[0], last_parts[-1]))
+        parts += [f"{path} {'-'.join(first_and_last)}"] if path else last_parts
+    return ", ".join(parts)
 
 
 def stages_of(workload: Workload) -> tuple[StageParts, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,17 +16,13 @@ from titanlite.parallelize.schedule import (
     CSV_KEY,
     SCHEDULES,
     PipelineAction,
-    ScheduleSpec,
     assign_stages,
     build_schedule_order,
     check_csv_order,
     read_schedule_csv,
     required_microbatches,
 )
-from titanlite.parallelize.stage_partition import (
-    partition_model,
-    requested_stages,
-)
+from titanlite.parallelize.stage_partition import partition_model, requested_stages
 
 DEGREE_KEY = "parallelism.pipeline_parallel_degree"
 SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
@@ -79,15 +74,6 @@ class PipelinePlan:
             if any(parameter.startswith(f"{module}.") for module in modules)
         )
 
-    def describe_stage(self, stage: int) -> str:
-        """Modules of a stage as text, such as "tok_embeddings, layers 0-3"."""
-        parts: list[str] = []
-        for path, group in groupby(self.stages[stage], lambda name: name.rpartition(".")[0]):
-            names = [name.rpartition(".")[2] for name in group]
-            first_and_last = dict.fromkeys((names[0], names[-1]))
-            parts += [f"{path} {'-'.join(first_and_last)}"] if path else names
-        return ", ".join(parts)
-
     def order(self) -> list[list[PipelineAction]]:
         """Actions of each pipeline rank, in execution order."""
         if self.csv is not None:
@@ -116,7 +102,16 @@ def plan_pipeline(
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
         plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
         return plan, []
-    errors = list(_check_microbatch_size(config, local_batch))
+    errors = []
+    size = config.pipeline_parallel_microbatch_size
+    if local_batch % size:
+        errors.append(
+            ConfigError(
+                f"{MICROBATCH_KEY} = {size}: does not divide training.local_batch_size ="
+                f" {local_batch}.",
+                fix=f"Use a divisor of {local_batch}.",
+            )
+        )
     try:
         assignment = _assign_stages_to_ranks(config, sizes)
         errors += _check_schedule(config, assignment, local_batch, splits_backward)
@@ -127,10 +122,9 @@ def plan_pipeline(
         errors.append(error)
     if errors:
         return None, errors
-    size = config.pipeline_parallel_microbatch_size
     plan = PipelinePlan(
         schedule=config.pipeline_parallel_schedule,
-        csv=_csv_path(config),
+        csv=Path(file) if (file := config.pipeline_parallel_schedule_csv) else None,
         stages=stages,
         costs=[sum(costs[name] for name in names) for names in stages],
         rank_of=assignment.rank_of,
@@ -140,11 +134,6 @@ def plan_pipeline(
     return plan, []
 
 
-def _csv_path(config: ParallelismConfig) -> Path | None:
-    file = config.pipeline_parallel_schedule_csv
-    return Path(file) if file else None
-
-
 def _schedule_setting(config: ParallelismConfig) -> str:
     """The key that selects the schedule, with its value, for error messages."""
     if config.pipeline_parallel_schedule_csv:
@@ -152,22 +141,12 @@ def _schedule_setting(config: ParallelismConfig) -> str:
     return f'{SCHEDULE_KEY} = "{config.pipeline_parallel_schedule}"'
 
 
-def _check_microbatch_size(config: ParallelismConfig, local_batch: int) -> Iterator[ConfigError]:
-    """Reject a micro-batch size that does not divide the local batch."""
-    size = config.pipeline_parallel_microbatch_size
-    if local_batch % size:
-        yield ConfigError(
-            f"{MICROBATCH_KEY} = {size}: does not divide"
-            f" training.local_batch_size = {local_batch}.",
-            fix=f"Use a divisor of {local_batch}.",
-        )
-
-
 class _StageAssignment(NamedTuple):
-    """The schedule's properties, and the pipeline rank of each stage."""
+    """What the schedule or its file determines."""
 
-    schedule: ScheduleSpec
-    rank_of: list[int]
+    rank_of: list[int]  # pipeline rank of each stage
+    splits_backward: bool
+    microbatches: int | None = None  # None: any number that suits the schedule
 
 
 def _give_parameters_to_each_rank(
@@ -192,9 +171,8 @@ def _give_parameters_to_each_rank(
 
 def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _StageAssignment:
     """Number of stages and their ranks, from the schedule; raises ConfigError."""
-    file = _csv_path(config)
-    if file is not None:
-        return _assign_stages_by_csv(config, sizes, file)
+    if config.pipeline_parallel_schedule_csv:
+        return _assign_stages_by_csv(config, sizes)
     ranks, schedule = config.pipeline_parallel_degree, SCHEDULES[config.pipeline_parallel_schedule]
     per_rank = schedule.stages_per_rank or 2
     stages, key = requested_stages(config, sizes.n_layers, default=per_rank * ranks)
@@ -208,14 +186,13 @@ def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _St
             fix=f"Make {per_rank * ranks} stages"
             f"{'' if exact else f', or a larger multiple of {ranks}'}.",
         )
-    return _StageAssignment(schedule, assign_stages(schedule, ranks, stages))
+    return _StageAssignment(assign_stages(schedule, ranks, stages), schedule.splits_backward)
 
 
-def _assign_stages_by_csv(
-    config: ParallelismConfig, sizes: ModelSizes, file: Path
-) -> _StageAssignment:
-    ranks, order = config.pipeline_parallel_degree, read_schedule_csv(file)
-    rank_of, _ = check_csv_order(file, order)
+def _assign_stages_by_csv(config: ParallelismConfig, sizes: ModelSizes) -> _StageAssignment:
+    ranks, file = config.pipeline_parallel_degree, Path(config.pipeline_parallel_schedule_csv)
+    order = read_schedule_csv(file)
+    rank_of, microbatches = check_csv_order(file, order)
     stages, key = requested_stages(config, sizes.n_layers, default=len(rank_of))
     if len(order) != ranks or stages != len(rank_of):
         keys = dict.fromkeys((DEGREE_KEY, f"parallelism.{key}"))  # `key` may be the degree
@@ -225,7 +202,7 @@ def _assign_stages_by_csv(
             fix=f"Change {' or '.join(('the file', *keys))}.",
         )
     splits_backward = any(action.kind == "weight" for actions in order for action in actions)
-    return _StageAssignment(ScheduleSpec(splits_backward=splits_backward), rank_of)
+    return _StageAssignment(rank_of, splits_backward, microbatches)
 
 
 def _check_schedule(
@@ -235,15 +212,13 @@ def _check_schedule(
     splits_backward: bool,
 ) -> Iterator[ConfigError]:
     """Reject micro-batches, an FSDP setting or a torch that the schedule does not work with."""
-    ranks, file = config.pipeline_parallel_degree, _csv_path(config)
-    size = config.pipeline_parallel_microbatch_size
+    ranks, size = config.pipeline_parallel_degree, config.pipeline_parallel_microbatch_size
     microbatches, remainder = divmod(local_batch, size)
-    required: str | None
-    if file is None:
+    if assignment.microbatches is None:
         name, stages = config.pipeline_parallel_schedule, len(assignment.rank_of)
         required = required_microbatches(name, ranks, stages, microbatches)
     else:
-        _, in_file = check_csv_order(file, read_schedule_csv(file))
+        in_file = assignment.microbatches
         required = str(in_file) if in_file != microbatches else None
     if required and not remainder:
         yield ConfigError(
@@ -252,14 +227,14 @@ def _check_schedule(
             f" {microbatches}.",
             fix=f"Change training.local_batch_size or {MICROBATCH_KEY}.",
         )
-    if assignment.schedule.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
+    if assignment.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
         yield ConfigError(
             f"{_schedule_setting(config)}: splits the backward, which needs torch 2.13 or newer;"
             f" this is {torch.__version__}.",
             fix="Install a newer torch, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS.",
         )
-    splits_backward &= assignment.schedule.splits_backward
-    if splits_backward and config.fsdp_reshard_after_forward == "always":
+    keeps_split = splits_backward and assignment.splits_backward
+    if keeps_split and config.fsdp_reshard_after_forward == "always":
         yield ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
             f" gradients under {_schedule_setting(config)}, which splits the backward.",

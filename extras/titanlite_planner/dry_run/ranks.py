@@ -40,6 +40,7 @@ from titanlite_planner.dry_run.step_recorder import CollectiveKind, CollectiveTo
 from titanlite_planner.forked import run_in_processes
 from titanlite_planner.job_workload import workload_of
 from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.stages import describe_stage
 from titanlite_planner.time.block import block_kinds
 
 CPU = torch.device("cpu")
@@ -198,7 +199,7 @@ class _RankRun:
             self._pipeline_rank,
             same_kind,
             "; ".join(
-                job.pipeline.describe_stage(stage)
+                describe_stage(job.pipeline.stages[stage])
                 for stage in job.pipeline.stages_of(self._pipeline_rank)
             ),
             resting,

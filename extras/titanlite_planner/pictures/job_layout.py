@@ -9,6 +9,7 @@ from titanlite.distributed.mesh import coordinates_of
 from titanlite.job import Job
 from titanlite_planner.pictures.gantt import PipelineTimeline
 from titanlite_planner.pictures.layout import MeshCoordinate, StageCost, draw_layout
+from titanlite_planner.stages import describe_stage
 from titanlite_planner.time.simulation import simulate_schedule, with_whole_backwards
 
 
@@ -39,6 +40,6 @@ def _stage_costs(job: Job) -> list[StageCost]:
     plan = job.pipeline
     total = sum(plan.costs)
     return [
-        StageCost(stage, plan.rank_of[stage], plan.describe_stage(stage), cost / total)
+        StageCost(stage, plan.rank_of[stage], describe_stage(plan.stages[stage]), cost / total)
         for stage, cost in enumerate(plan.costs)
     ]
