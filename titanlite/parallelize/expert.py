@@ -79,13 +79,11 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
 
 def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
     """The experts that FSDP shards over other ranks than the blocks that they are in."""
-    if mesh.exchange is None:
-        return ExpertGroups()
     of_block = {
         block: module.experts
         for block in blocks.values()
         for module in block.modules()
-        if isinstance(module, MixtureOfExperts)
+        if isinstance(module, MixtureOfExperts) and mesh.exchange is not None
     }
     return ExpertGroups(mesh.fsdp, of_block)
 

@@ -7,7 +7,7 @@ compute dtype, and their gradients are reduced in the reduce dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -45,8 +45,8 @@ class FSDPPolicy:
 class ExpertGroups:
     """FSDP groups inside of blocks: experts, which are sharded over other ranks than the rest."""
 
-    mesh: DeviceMesh | None = None  # [shard] or [replicate, shard]
-    of_block: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
+    mesh: DeviceMesh  # [shard] or [replicate, shard]
+    of_block: Mapping[nn.Module, nn.Module]
 
 
 def apply_fsdp(
@@ -63,32 +63,33 @@ def apply_fsdp(
     `mesh` is [shard] or [replicate, shard]. The experts of a block are a group of their own, if
     they are in `experts`.
     """
-    shard = partial(
-        fully_shard,
-        mesh=mesh,
-        shard_placement_fn=partial(_place_shards, mesh),
-        # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
-        mp_policy=MixedPrecisionPolicy(
-            policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
-        ),
-        offload_policy=_offload_policy(policy.offload, mesh.device_type),
-    )
-    reshard = policy.reshard_after_forward
-    for inner in experts.of_block.values():
-        assert experts.mesh is not None
-        shard(
-            inner,
-            mesh=experts.mesh,
-            shard_placement_fn=partial(_place_shards, experts.mesh),
-            reshard_after_forward=reshard != "never",
+
+    def shard(modules: nn.Module | list[nn.Module], frees: bool, mesh: DeviceMesh = mesh) -> None:
+        fully_shard(
+            modules,
+            mesh=mesh,
+            reshard_after_forward=frees,
+            shard_placement_fn=partial(_place_shards, mesh),
+            # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
+            mp_policy=MixedPrecisionPolicy(
+                policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
+            ),
+            offload_policy=offload_policy,
         )
+
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    offload_policy = pinned if policy.offload else OffloadPolicy()
+    frees = policy.reshard_after_forward != "never"
+    frees_last = policy.reshard_after_forward == "always"
+    for inner in experts.of_block.values():
+        shard(inner, frees, experts.mesh)
     groups = [list(group) for group in (before, *([block] for block in blocks)) if group]
     for group in groups:
-        shard(group, reshard_after_forward=reshard != "never")
+        shard(group, frees)
     if after:
         groups.append(list(after))
-        shard(groups[-1], reshard_after_forward=reshard == "always")
-    shard(model, reshard_after_forward=reshard == "always")
+        shard(groups[-1], frees_last)
+    shard(model, frees_last)
     _disable_gradient_averaging(model, mesh, experts)
     _prefetch_next_group([group[0] for group in groups], experts.of_block)
 
@@ -138,18 +139,8 @@ def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: Exp
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
             own = experts.mesh if module in inner else mesh
             # with one rank, torch before 2.15 allocates a second gradient for it
-            if own is not None and own.size() > 1:
+            if own.size() > 1:
                 module.set_gradient_divide_factor(1.0)
-
-
-def _offload_policy(offload: bool, device_type: str) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
-
-
-def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward reduces gradients, or accumulates them unsharded."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
 
 
 def accumulate_gradients(model: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.pipeline_plan import PipelinePlan
-from titanlite.parallelize.schedule import PipelineAction, format_action, format_trace_name
+from titanlite.parallelize.schedule import format_action, format_trace_name
 from titanlite.parallelize.tied import RankModel
 
 
@@ -69,8 +68,8 @@ def _remove_other_modules(model: nn.Module, names: list[str], block_path: str) -
     assert isinstance(blocks, nn.ModuleDict)
     for key in [key for key in blocks if f"{block_path}.{key}" not in names]:
         del blocks[key]
-    for name in [name for name, _ in model.named_children() if name != block_path]:
-        if name not in names:
+    for name, _ in list(model.named_children()):
+        if name not in (block_path, *names):
             setattr(model, name, None)
 
 
@@ -96,18 +95,17 @@ class TrainStage(PipelineStage):
     _reduces_gradients = _splits_backward = True
     _documents: Sequence[DocumentIndex] = ()
 
-    def enable_gradient_reduction(self, enabled: bool) -> None:
-        """Whether the next run reduces gradients across ranks, or only accumulates them."""
-        self._reduces_gradients = enabled
+    def prepare_run(
+        self, reduces_gradients: bool, splits_backward: bool, documents: Sequence[DocumentIndex]
+    ) -> None:
+        """Set what the next run of the schedule does.
 
-    def use_documents(self, documents: Sequence[DocumentIndex]) -> None:
-        """Index of the documents in each micro-batch of the next run; empty: without a mask."""
+        `reduces_gradients`: across ranks, or it only accumulates them. `splits_backward`: input and
+        weight gradients are computed in two actions if the schedule has two, or both in the first
+        one. `documents`: the index of the documents in each micro-batch; empty: without a mask.
+        """
+        self._reduces_gradients, self._splits_backward = reduces_gradients, splits_backward
         self._documents = documents
-
-    def enable_split_backward(self, enabled: bool) -> None:
-        """Whether a schedule's input and weight gradients are computed in two actions, or both in
-        the first one."""
-        self._splits_backward = enabled
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, *others, **options):
         if self._documents:  # not an argument of the run: torch splits only tensors
@@ -155,7 +153,6 @@ class EvalStage(TrainStage):
     """
 
     activity = "evaluation"
-    _reduces_gradients = False
 
     def get_local_bwd_output(self, mb_index):
         return (None,)
@@ -174,43 +171,11 @@ def connect_pipeline_ranks(pp: DeviceMesh, device: torch.device) -> None:
     all_reduce_sum(pp, torch.zeros(1, device=device))
 
 
-@dataclass(frozen=True)
-class RankSchedule:
+class RankSchedule(NamedTuple):
     """Torch's schedule over the stages of this rank."""
 
     schedule: PipelineScheduleSingle | PipelineScheduleMulti
     stages: Sequence[TrainStage]
-
-    def enable_gradient_reduction(self, enabled: bool) -> None:
-        """Whether the next run reduces gradients across ranks, or only accumulates them."""
-        for stage in self.stages:
-            stage.enable_gradient_reduction(enabled)
-
-    def use_documents(self, documents: Sequence[DocumentIndex]) -> None:
-        """Index of the documents in each micro-batch of the next run; empty: without a mask."""
-        for stage in self.stages:
-            stage.use_documents(documents)
-
-    def enable_split_backward(self, enabled: bool) -> None:
-        """Whether a schedule's input and weight gradients are computed in two actions, or both in
-        the first one."""
-        for stage in self.stages:
-            stage.enable_split_backward(enabled)
-
-
-class _CsvSchedule(_PipelineScheduleRuntime):
-    """Torch's schedule runtime with the actions of `order`, not of a named schedule.
-
-    Torch's own CSV reader is not used: it counts an empty line as a rank.
-    """
-
-    def __init__(self, stages: list, order: Sequence[Sequence[PipelineAction]], **options):
-        super().__init__(stages, **options)
-        self.pipeline_order = {
-            rank: [_Action.from_str(format_action(action)) for action in actions]
-            for rank, actions in enumerate(order)
-        }
-        self._prepare_schedule_with_comms(self.pipeline_order)
 
 
 def build_rank_schedule(
@@ -249,7 +214,14 @@ def build_rank_schedule(
         "scale_grads": False,
     }
     if plan.csv is not None:
-        return RankSchedule(_CsvSchedule(stages, plan.order(), **options), stages)
+        by_file = _PipelineScheduleRuntime(stages, **options)
+        # Not by torch's own CSV reader, which counts an empty line as a rank.
+        order = {
+            rank: [_Action.from_str(format_action(action)) for action in actions]
+            for rank, actions in enumerate(plan.order())
+        }
+        by_file._prepare_schedule_with_comms(order)  # type: ignore[arg-type]  # invariant lists
+        return RankSchedule(by_file, stages)
     schedule_class: Any = get_schedule_class(plan.schedule)
     single = issubclass(schedule_class, PipelineScheduleSingle)
     return RankSchedule(schedule_class(stages[0] if single else stages, **options), stages)

@@ -97,8 +97,8 @@ class PipelineEngine:
         """Run the schedule once; return the loss terms on the last stage, zeros elsewhere."""
         inputs, labels = batch.inputs, batch.labels
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
-        rank_schedule.enable_gradient_reduction(reduce)
-        rank_schedule.use_documents(batch.documents)
+        for stage in rank_schedule.stages:
+            stage.prepare_run(reduce, self._sharded.splits_backward, batch.documents)
         positions = self._tokens.positions(inputs, labels)
         self._losses = []
         arguments: list[Tensor] = []
@@ -137,7 +137,7 @@ class PipelineEngine:
                 device="meta",
                 requires_grad=True,
             )
-            schedule = self._schedules[key] = build_rank_schedule(
+            self._schedules[key] = build_rank_schedule(
                 stage_class,
                 self._sharded.stage_modules,
                 plan,
@@ -146,5 +146,4 @@ class PipelineEngine:
                 hidden,
                 self._record_loss,
             )
-            schedule.enable_split_backward(self._sharded.splits_backward)
         return self._schedules[key]

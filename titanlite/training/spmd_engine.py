@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ShardedModel
-from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.training.batch import Batch, RankTokens
 
 SetPhase = Callable[[str], None]
@@ -49,7 +48,7 @@ class SpmdEngine:
         microbatches = batch.split(self._microbatch_size)
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
-            set_gradient_reduction(self._model, self._reduce_every or last)
+            self._model.set_requires_gradient_sync(self._reduce_every or last)
             set_phase("forward")
             # The only division, by the valid labels of the global batch: gradients just add up.
             loss = self._loss_of(microbatch) / valid
