@@ -26,7 +26,7 @@ from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
 from titanlite.meters.expert_load import ExpertLoad, LoadStatistics
 from titanlite.models import LLAMA3, ExpertSizes, Llama3Sizes, LoadBalancing, ModelSpec
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
+from titanlite.parallelize import ModelTransforms, ParallelLayout, build_parallel_modules
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.engine import build_engine
@@ -144,7 +144,8 @@ def _record_run(
     assert plan is not None
     layout = ParallelLayout(mesh, section, plan)
     transforms = ModelTransforms(load_balancing=balancing)
-    sharded = build_sharded_model(EXPERT_LLAMA, sizes, layout, transforms, CPU, seed=0)
+    modules = build_parallel_modules(EXPERT_LLAMA, sizes, layout, transforms)
+    sharded = modules.materialize(CPU, seed=0)
     load = ExpertLoad(sharded.model, EXPERT_LLAMA, sizes, balancing, mesh)
     state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig.of(lr=3e-3)))
     settings = StepSettings(mesh, 1.0, hooks=(load,))

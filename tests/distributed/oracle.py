@@ -37,7 +37,7 @@ from titanlite.parallelize import (
     ModelTransforms,
     ParallelLayout,
     activation_offload,
-    build_sharded_model,
+    build_parallel_modules,
 )
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
@@ -390,16 +390,10 @@ def build_parallel(
     )
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
-    sharded = build_sharded_model(
-        recipe.spec,
-        sizes,
-        parallel_layout,
-        replace(base, **transforms),
-        CPU,
-        seed=SEED,
-        widths=recipe.widths,
+    modules = build_parallel_modules(
+        recipe.spec, sizes, parallel_layout, replace(base, **transforms)
     )
-    return sharded, parallel_layout
+    return modules.materialize(CPU, SEED, recipe.widths), parallel_layout
 
 
 def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):

@@ -38,7 +38,7 @@ def inject_inf(name: str, kind: str, only: tuple[int, ...] = ()) -> None:
     """
     from titanlite.job import build as builders
 
-    build, calls = builders.build_sharded_model, [0]
+    build, calls = builders.build_model, [0]
 
     def write_inf(parameter) -> None:
         calls[0] += 1  # once a step: one micro-batch
@@ -52,7 +52,7 @@ def inject_inf(name: str, kind: str, only: tuple[int, ...] = ()) -> None:
         dict(sharded.model.named_parameters())[name].register_post_accumulate_grad_hook(write_inf)
         return sharded
 
-    builders.build_sharded_model = build_and_register_hook
+    builders.build_model = build_and_register_hook
 
 
 @pytest.mark.parametrize("case", CASES)

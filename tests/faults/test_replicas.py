@@ -26,7 +26,7 @@ def prepare_faults() -> None:
     from titanlite.job import build as builders
     from titanlite.meters import straggler
 
-    build, seconds, forwards = builders.build_sharded_model, [0.0], [0]
+    build, seconds, forwards = builders.build_model, [0.0], [0]
     rank = int(os.environ["RANK"])
 
     def count_forward(*_) -> None:
@@ -43,7 +43,7 @@ def prepare_faults() -> None:
         return sharded
 
     model: list = []
-    builders.build_sharded_model = build_and_count
+    builders.build_model = build_and_count
     straggler.thread_time = lambda: seconds[0]
     straggler.perf_counter = lambda: 0.0
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
+from titanlite.parallelize import ModelTransforms, ParallelLayout, build_parallel_modules
 from titanlite.parallelize.float8 import Float8Config, check_float8_device, find_gpu
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 
@@ -55,7 +55,8 @@ def run_step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     assert plan is not None, problems
     transforms = ModelTransforms(float8=float8, compute_dtype=torch.bfloat16)
     layout = ParallelLayout(mesh, section, plan)
-    sharded = build_sharded_model(spec, SIZES, layout, transforms, CUDA, seed=0)
+    modules = build_parallel_modules(spec, SIZES, layout, transforms)
+    sharded = modules.materialize(CUDA, seed=0)
     sharded.update_float8_scales()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SIZES.vocab_size, (4, 129), generator=generator).to(CUDA)

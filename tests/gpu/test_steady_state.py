@@ -13,7 +13,7 @@ from titanlite.guard.judge import PendingSteps, StepJudge
 from titanlite.guard.policy import GuardConfig
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
+from titanlite.parallelize import ModelTransforms, ParallelLayout, build_parallel_modules
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
@@ -45,7 +45,8 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     plan, problems = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
     assert plan is not None, problems
     layout = ParallelLayout(mesh, section, plan)
-    sharded = build_sharded_model(FAMILY, SIZES, layout, transforms, device, seed=0)
+    modules = build_parallel_modules(FAMILY, SIZES, layout, transforms)
+    sharded = modules.materialize(device, seed=0)
     engine = build_engine(
         sharded, layout, device, local_batch=BATCH // 2, document_end_id=DOCUMENT_END
     )
@@ -130,9 +131,9 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
         assert plan is not None, problems
         recompute = ActivationCheckpointConfig(mode="none", offload=offload)
         transforms = ModelTransforms(activation_checkpoint=recompute, compute_dtype=torch.bfloat16)
-        model = build_sharded_model(
-            FAMILY, SIZES, ParallelLayout(mesh, section, plan), transforms, one_rank, seed=0
-        ).model
+        layout = ParallelLayout(mesh, section, plan)
+        modules = build_parallel_modules(FAMILY, SIZES, layout, transforms)
+        model = modules.materialize(one_rank, seed=0).model
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=one_rank)
         before = torch.cuda.memory_allocated()
         loss = model(ids, labels=ids)

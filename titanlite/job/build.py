@@ -45,7 +45,7 @@ from titanlite.meters.metered_run import MeteredRun
 from titanlite.meters.noise_scale import NoiseScale
 from titanlite.metrics import MetricSinks, SinkContext, build_profilers, metrics_folder, open_sinks
 from titanlite.optim import MatrixFacts, OptimizerInBackward, adaptive_clip, build_optimizer
-from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
+from titanlite.parallelize import ParallelLayout, ShardedModel, build_parallel_modules
 from titanlite.parallelize.compile import prepare_compiler
 from titanlite.runtime import (
     HeartbeatWatchdog,
@@ -218,15 +218,9 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
         )
     )
     activate_flash_package(kernel)
-    model = build_sharded_model(
-        job.spec,
-        job.sizes,
-        layout,
-        dataclasses.replace(job.transforms, attention_kernel=kernel),
-        device,
-        seed=config.debug.seed,
-        widths=job.widths,
-    )
+    transforms = dataclasses.replace(job.transforms, attention_kernel=kernel)
+    modules = build_parallel_modules(job.spec, job.sizes, layout, transforms)
+    model = modules.materialize(device, config.debug.seed, job.widths)
     if config.model.print_after_conversion:
         logger.info("%s", model.model)
     return model

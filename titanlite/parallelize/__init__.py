@@ -34,7 +34,7 @@ from titanlite.parallelize.float8 import (
     convert_to_float8,
     select_linear_styles,
 )
-from titanlite.parallelize.fsdp import FSDPPolicy, ReshardAfterForward, apply_fsdp
+from titanlite.parallelize.fsdp import FSDPPolicy, apply_fsdp
 from titanlite.parallelize.pipeline import build_stage_modules
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.tensor import apply_tensor_parallel
@@ -135,35 +135,22 @@ def parallelize(
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
         offload_activations(blocks, mesh.fsdp.device_type)
     # The shared weight must not be in two FSDP groups.
-    before, after = ([], []) if tied else _modules_around_blocks(model, spec)
-    fsdp_policy = FSDPPolicy(
-        transforms.compute_dtype,
-        transforms.reduce_dtype,
-        _reshard_after_forward(config),
-        transforms.cpu_offload,
-    )
-    # last: shards and casts what is still replicated
+    before, after = ([], []) if tied else _modules_around_blocks(model, spec.blocks_path)
+    reshard = config.fsdp_reshard_after_forward
+    if reshard == "default" and config.pipeline_parallel_degree > 1:
+        reshard = "never"  # one all-gather for each of the micro-batches in a row would be too slow
+    dtypes = transforms.compute_dtype, transforms.reduce_dtype
+    policy = FSDPPolicy(*dtypes, reshard, transforms.cpu_offload)
     experts = expert_groups(blocks, mesh.experts)
-    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy, experts)
+    # last: shards and casts what is still replicated
+    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, policy, experts)
 
 
-def _reshard_after_forward(config: ParallelismConfig) -> ReshardAfterForward:
-    """The setting; with pipeline parallelism, "default" is "never".
-
-    A stage runs several micro-batches in a row: one weight all-gather for each would be too slow.
-    """
-    setting, pipelined = config.fsdp_reshard_after_forward, config.pipeline_parallel_degree > 1
-    return "never" if setting == "default" and pipelined else setting
-
-
-def _modules_around_blocks(
-    model: nn.Module, spec: ModelSpec
-) -> tuple[list[nn.Module], list[nn.Module]]:
+def _modules_around_blocks(model: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module]]:
     """(modules before the blocks, modules after them)."""
-    children = dict(model.named_children())
-    position = list(children).index(spec.blocks_path)
-    modules = list(children.values())
-    return modules[:position], modules[position + 1 :]
+    names, modules = zip(*model.named_children(), strict=True)
+    position = names.index(path)
+    return [*modules[:position]], [*modules[position + 1 :]]
 
 
 @dataclass(frozen=True)
@@ -180,7 +167,7 @@ class ParallelModules:
     def materialize(
         self, device: torch.device, seed: int, widths: Mapping[str, WidthScale] | None = None
     ) -> ShardedModel:
-        """Allocate this rank's shards, and initialize the weights."""
+        """Allocate this rank's shards only, and initialize the weights as `init_weights`."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
         stages, mesh = self.stage_modules, self.layout.mesh
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
@@ -216,21 +203,3 @@ def build_parallel_modules(
         stage_module.to(transforms.param_dtype)
         parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
     return ParallelModules(spec, sizes, layout, transforms, model, stage_modules)
-
-
-def build_sharded_model(
-    spec: ModelSpec,
-    sizes: ModelSizes,
-    layout: ParallelLayout,
-    transforms: ModelTransforms,
-    device: torch.device,
-    *,
-    seed: int,
-    widths: Mapping[str, WidthScale] | None = None,
-) -> ShardedModel:
-    """Build a model, parallelize it and initialize its weights.
-
-    `sizes` is the dataclass of the model family; `widths` are as in `init_weights`. Each rank
-    only ever allocates its own shards.
-    """
-    return build_parallel_modules(spec, sizes, layout, transforms).materialize(device, seed, widths)

@@ -26,8 +26,6 @@ from torch.distributed.tensor import Shard
 
 from titanlite.distributed.collectives import local_shard
 
-ReshardAfterForward = Literal["default", "always", "never"]
-
 
 @dataclass(frozen=True)
 class FSDPPolicy:
@@ -35,10 +33,10 @@ class FSDPPolicy:
 
     compute_dtype: torch.dtype  # of all-gathered weights
     reduce_dtype: torch.dtype  # of gradients while they are reduced
-    reshard_after_forward: ReshardAfterForward = "default"
+    reshard_after_forward: Literal["default", "always", "never"]
     # free gathered weights after forward; default: except the last group's, which backward
     # needs first
-    offload: bool = False  # keep shards of weights, gradients and optimizer state in host memory
+    offload: bool  # keep shards of weights, gradients and optimizer state in host memory
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,9 @@ def apply_fsdp(
     `mesh` is [shard] or [replicate, shard]. The experts of a block are a group of their own, if
     they are in `experts`.
     """
+    offload_policy = OffloadPolicy()
+    if policy.offload:
+        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
     def shard(modules: nn.Module | list[nn.Module], frees: bool, mesh: DeviceMesh = mesh) -> None:
         fully_shard(
@@ -77,8 +78,6 @@ def apply_fsdp(
             offload_policy=offload_policy,
         )
 
-    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    offload_policy = pinned if policy.offload else OffloadPolicy()
     frees = policy.reshard_after_forward != "never"
     frees_last = policy.reshard_after_forward == "always"
     for inner in experts.of_block.values():

@@ -8,7 +8,7 @@ from tests.parallelize.memory import measure_allocations
 from titanlite.distributed.mesh import build_mesh
 from titanlite.job import read_job
 from titanlite.job.build import build_state, build_step_settings
-from titanlite.parallelize import ParallelLayout, build_sharded_model
+from titanlite.parallelize import ParallelLayout, build_parallel_modules
 from titanlite.training.batch import Batch
 from titanlite.training.engine import build_engine
 from titanlite.training.state import Counters
@@ -21,7 +21,8 @@ def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int
     job = read_job(argv, ranks, here=False)
     mesh, cpu = build_mesh(job.degrees, "cpu"), torch.device("cpu")
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
-    model = build_sharded_model(job.spec, job.sizes, layout, job.transforms, cpu, seed=0)
+    modules = build_parallel_modules(job.spec, job.sizes, layout, job.transforms)
+    model = modules.materialize(cpu, seed=0)
     local_batch = job.config.training.local_batch_size
     engine = build_engine(model, layout, cpu, local_batch=local_batch)
     state, in_backward = build_state(job, model, mesh, Counters())
