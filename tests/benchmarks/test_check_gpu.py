@@ -263,12 +263,12 @@ def test_checks_of_activation_offload_have_activations_to_offload(monkeypatch):
     """The last two blocks stay on the device, as do small tensors: a check could copy nothing."""
     sent: list[Tensor] = []
 
-    class Transfers(activation_offload._HostTransfers):
+    class Transfers(activation_offload._Transfers):
         def to_host(self, tensors: list[Tensor]):
             sent.extend(tensors)
             return super().to_host(tensors)
 
-    monkeypatch.setattr(activation_offload, "_HostTransfers", Transfers)
+    monkeypatch.setattr(activation_offload, "_Transfers", Transfers)
     assert len(offloading_jobs()) == 2
     for name, job in offloading_jobs().items():
         sent.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,46 +24,49 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.kernels.documents import DocumentIndex
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device: not worth a copy
+_Event = torch.cuda.Event | None
 
 
 def offload_activations(blocks: nn.ModuleDict, device_type: str) -> None:
     """Offload what each block saves for backward, except what backward needs immediately."""
-    queue = _OffloadQueue(_CudaTransfers() if device_type == "cuda" else _HostTransfers())
+    queue = _OffloadQueue(_Transfers(device_type))
     last = len(blocks) - 1
     for number, block in enumerate(blocks.values()):
         begin = partial(queue.begin_forward, first=number == 0, last=number == last)
         block.forward = partial(_offloaded_forward, block.forward, block, begin)
 
 
-class _CudaTransfers:
-    """Copies through pinned memory, on one CUDA stream per direction.
+class _Transfers:
+    """Copies between the device and pinned host memory, on one CUDA stream per direction.
 
     Device memory is always allocated on the compute stream, which waits for the copies before the
     memory is freed. Otherwise the allocator could not give it to the next block while the host
-    runs ahead of the device.
+    runs ahead of the device. The streams of a CPU do nothing, and have no events: None.
     """
 
-    def __init__(self) -> None:
-        self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
-        self._compute = torch.cuda.current_stream()
+    def __init__(self, device_type: str):
+        self._device: Any = torch.get_device_module(device_type)
+        self._pins = device_type == "cuda"
+        self._to_host, self._to_device = self._device.Stream(), self._device.Stream()
+        self._compute = self._device.current_stream()
 
-    def to_host(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def to_host(self, tensors: list[Tensor]) -> tuple[list[Tensor], _Event]:
         """Start copies to pinned memory; return (copies, event when all are complete)."""
         hosts = [
-            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=True)
+            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=self._pins)
             for t in tensors
         ]
         # For `wait`: autograd runs backward on this stream too, but may free tensors in any thread.
-        self._compute = torch.cuda.current_stream()
+        self._compute = self._device.current_stream()
         self._to_host.wait_stream(self._compute)  # which has written the tensors
-        with torch.cuda.stream(self._to_host):
+        with self._device.stream(self._to_host):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
         return hosts, self._to_host.record_event()
 
     def to_device(
-        self, hosts: list[Tensor], devices: list[torch.device], sent: torch.cuda.Event | None
-    ) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
+        self, hosts: list[Tensor], devices: list[torch.device], sent: _Event
+    ) -> tuple[list[Tensor], list[_Event]]:
         """Start copies to the device; return (copies, event when each is complete).
 
         `sent` is the event of `to_host`. Waiting for its stream would take longer: it also has the
@@ -75,36 +79,17 @@ class _CudaTransfers:
         self._to_device.wait_stream(self._compute)  # which has used this memory for other tensors
         if sent is not None:
             self._to_device.wait_event(sent)
-        fetched: list[torch.cuda.Event | None] = []
-        with torch.cuda.stream(self._to_device):
+        fetched: list[_Event] = []
+        with self._device.stream(self._to_device):
             for copy, host in zip(reversed(copies), reversed(hosts), strict=True):
                 copy.copy_(host, non_blocking=True)
                 fetched.insert(0, self._to_device.record_event())
         return copies, fetched
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: _Event) -> None:
         """Make the compute stream wait for `event`."""
         if event is not None:
             self._compute.wait_event(event)
-
-
-class _HostTransfers:
-    """The same for a model on the CPU: one copy, which is also the device copy; no waiting."""
-
-    def to_host(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        hosts = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in tensors]
-        return [host.copy_(t) for host, t in zip(hosts, tensors, strict=True)], None
-
-    def to_device(
-        self, hosts: list[Tensor], devices: list[torch.device], sent: torch.cuda.Event | None
-    ) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
-        return list(hosts), [None] * len(hosts)
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        pass
-
-
-_Transfers = _CudaTransfers | _HostTransfers
 
 
 class _BlockActivations:
@@ -120,9 +105,9 @@ class _BlockActivations:
         self._on_device: list[Tensor] = []  # empty while they are only on the host
         self._on_host: list[Tensor] = []  # empty until they are sent
         self._devices: list[torch.device] = []
-        self._sent: torch.cuda.Event | None = None  # when all are copied to the host
-        self._fetched: list[torch.cuda.Event | None] = []  # when each is copied back
-        self._last_copy: torch.cuda.Event | None = None  # when the last of all copies is complete
+        self._sent: _Event = None  # when all are copied to the host
+        self._fetched: list[_Event] = []  # when each is copied back
+        self._last_copy: _Event = None  # when the last of all copies is complete
 
     def __del__(self) -> None:
         # What the compute stream runs next may get this memory, so all copies must be complete.
