@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -27,30 +26,21 @@ from titanlite.parallelize.context_attention import context_parallel_forward
 from titanlite.parallelize.context_tiles import SequenceShard, index_document_tiles
 
 
-@dataclass(frozen=True)
-class ContextParallelAttention:
-    """Causal attention over the sequence shards of all ranks of a group."""
+def _attend_over_ranks(
+    options: tuple[str, bool, str, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: DocumentIndex | None = None,
+    cache: None = None,
+) -> Tensor:
+    """Causal attention of q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks of a group.
 
-    group_name: str
-    balanced: bool  # shards of two chunks, see SequenceShard
-    rotate_method: str  # see KV_EXCHANGES
-    window: int = 0  # tokens that a token attends to, itself included; 0: all up to itself
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: DocumentIndex | None = None,
-        cache: None = None,
-    ) -> Tensor:
-        """Attend q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks; returns [B, H, T, K]."""
-        assert cache is None, "generation runs on one process"
-        tiles = None if documents is None else documents.on_host
-        out, _ = context_parallel_forward(
-            q, k, v, tiles, self.group_name, self.balanced, self.rotate_method, self.window
-        )
-        return out
+    `options`: the last four parameters of `context_parallel_forward`. Returns [B, H, T, K].
+    """
+    assert cache is None, "generation runs on one process"
+    tiles = None if documents is None else documents.on_host
+    return context_parallel_forward(q, k, v, tiles, *options)[0]
 
 
 def build_sequence_shard(cp: DeviceMesh, section: ParallelismConfig) -> SequenceShard:
@@ -67,14 +57,13 @@ def apply_context_parallel(
     shard = build_sequence_shard(cp, section)
     if isinstance(model, SupportsDocuments) and model.index_documents is not None:
         model.use_document_mask(partial(index_document_tiles, shard))
-    attend = ContextParallelAttention(
-        cp.get_group().group_name, shard.balanced, section.context_parallel_rotate_method
-    )
+    group_name, rotate_method = cp.get_group().group_name, section.context_parallel_rotate_method
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
             attention = module
             assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"
-            module.forward = replace(attend, window=attention.window)
+            options = group_name, shard.balanced, rotate_method, attention.window
+            module.forward = partial(_attend_over_ranks, options)
 
 
 def check_context_parallel(

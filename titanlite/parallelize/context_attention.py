@@ -7,6 +7,8 @@ communication inside. Signatures of custom ops are flat lists of tensors, string
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,11 +17,11 @@ from titanlite.kernels.flash import flash_kernel_for, window_mask
 from titanlite.parallelize.context_tiles import (
     ALL,
     AttentionTile,
-    AttentionTiles,
-    CausalTiles,
-    DocumentTiles,
     SequenceShard,
-    WindowTiles,
+    TilesWithKeysOf,
+    causal_tiles,
+    decode_document_tiles,
+    window_tiles,
 )
 from titanlite.parallelize.kv_exchange import KV_EXCHANGES, KVExchange
 
@@ -45,11 +47,12 @@ def context_parallel_forward(
     of the scores [B, H, T] in fp32.
     """
     flash = flash_kernel_for(q)
-    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method, window)
+    options = group_name, balanced, rotate_method, window
+    exchange, tiles_with_keys_of = _plan_attention(q, documents, *options)
     out = torch.empty_like(q, dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     for source, (keys, values) in exchange.iterate_shards(torch.stack((k, v))):
-        for tile in tiles.with_keys_of(source):
+        for tile in tiles_with_keys_of(source):
             q_index = (tile.sequences, ALL, tile.queries)
             k_index = (tile.sequences, ALL, tile.keys)
             parts = q[q_index], keys[k_index], values[k_index]
@@ -92,12 +95,13 @@ def context_parallel_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q [B, H, T, K], and of k and v in one tensor [2, B, Hkv, T, K]."""
     flash = flash_kernel_for(q)
-    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method, window)
+    options = group_name, balanced, rotate_method, window
+    exchange, tiles_with_keys_of = _plan_attention(q, documents, *options)
     dq = torch.zeros_like(q, dtype=torch.float32)
 
     def compute_shard_gradient(source: int, keys_values: Tensor) -> Tensor | None:
         """Gradient of one rank's keys and values from this rank's queries; adds to `dq`."""
-        source_tiles = tiles.with_keys_of(source)
+        source_tiles = tiles_with_keys_of(source)
         if not source_tiles:
             return None
         dkv = torch.zeros_like(keys_values, dtype=torch.float32)
@@ -134,17 +138,17 @@ def _plan_attention(
     balanced: bool,
     rotate_method: str,
     window: int,
-) -> tuple[KVExchange, AttentionTiles]:
+) -> tuple[KVExchange, TilesWithKeysOf]:
     # Private, but how torch's own ops find a group by its name (2.11 to 2.15).
     resolve = dist.distributed_c10d._resolve_process_group
     group = resolve(group_name)  # type: ignore[arg-type]  # GroupName is a private subtype of str
     exchange = KV_EXCHANGES[rotate_method](group)
     if documents is not None:
-        return exchange, DocumentTiles(documents, window)
-    shard = SequenceShard(group.rank(), group.size(), balanced)
+        return exchange, decode_document_tiles(documents, window).__getitem__
+    shard, tokens = SequenceShard(group.rank(), group.size(), balanced), q.shape[TOKEN_DIM]
     if window:
-        return exchange, WindowTiles(shard, q.shape[TOKEN_DIM], window)
-    return exchange, CausalTiles(shard, q.shape[TOKEN_DIM])
+        return exchange, partial(window_tiles, shard, tokens, window)
+    return exchange, partial(causal_tiles, shard, tokens)
 
 
 @context_parallel_forward.register_fake

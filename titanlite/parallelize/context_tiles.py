@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,56 +66,38 @@ class AttentionTile(NamedTuple):
     offset: int = 0  # position of the first query, counted from the first key; see `clip_to_window`
 
 
-class AttentionTiles(Protocol):
-    """All tiles of one attention call.
-
-    Every query is in exactly one causal tile. That tile has keys of this rank, and comes before the
-    other tiles of its queries.
-    """
-
-    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
-        """Tiles of this rank's queries with the keys of rank `source`."""
+# Rank -> the tiles of this rank's queries with the keys of that rank. Every query is in exactly one
+# causal tile, which has keys of this rank, and comes before the other tiles of its queries.
+TilesWithKeysOf = Callable[[int], Sequence[AttentionTile]]
 
 
-@dataclass(frozen=True)
-class CausalTiles:
-    """Tiles of a causal mask."""
-
-    shard: SequenceShard
-    tokens: int  # of this rank, in each sequence
-
-    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
-        rank, half = self.shard.rank, self.tokens // 2
-        if source == rank:
-            return [AttentionTile(ALL, ALL, ALL, causal=True)]
-        if not self.shard.balanced:
-            return [AttentionTile(ALL, ALL, ALL, causal=False)] if source < rank else []
-        # The first chunk of `source` precedes both chunks of this rank, its second chunk neither.
-        if source < rank:
-            return [AttentionTile(ALL, ALL, slice(0, half), causal=False)]
-        # Both chunks of `source` precede the second chunk of this rank, and follow the first.
-        return [AttentionTile(ALL, slice(half, self.tokens), ALL, causal=False)]
+def causal_tiles(shard: SequenceShard, tokens: int, source: int) -> list[AttentionTile]:
+    """Tiles of a causal mask with the keys of rank `source`; `tokens` of a rank, per sequence."""
+    rank, half = shard.rank, tokens // 2
+    if source == rank:
+        return [AttentionTile(ALL, ALL, ALL, causal=True)]
+    if not shard.balanced:
+        return [AttentionTile(ALL, ALL, ALL, causal=False)] if source < rank else []
+    # The first chunk of `source` precedes both chunks of this rank, its second chunk neither.
+    if source < rank:
+        return [AttentionTile(ALL, ALL, slice(0, half), causal=False)]
+    # Both chunks of `source` precede the second chunk of this rank, and follow the first.
+    return [AttentionTile(ALL, slice(half, tokens), ALL, causal=False)]
 
 
-@dataclass(frozen=True)
-class WindowTiles:
-    """Tiles of a causal mask with a sliding window: positions are consecutive in each tile."""
-
-    shard: SequenceShard
-    tokens: int  # of this rank, in each sequence
-    window: int
-
-    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
-        own, tiles = source == self.shard.rank, []
-        queries = self.shard.chunks(self.tokens)
-        if own:
-            tiles = [AttentionTile(ALL, chunk, chunk, causal=True) for _, chunk in queries]
-        for start, chunk in queries:
-            for key_start, keys in replace(self.shard, rank=source).chunks(self.tokens):
-                if key_start < start:
-                    tile = AttentionTile(ALL, chunk, keys, False, start - key_start)
-                    tiles += clip_to_window(tile, self.window)
-        return tiles
+def window_tiles(
+    shard: SequenceShard, tokens: int, window: int, source: int
+) -> list[AttentionTile]:
+    """As `causal_tiles`, with a sliding window: positions are consecutive in each tile."""
+    tiles, queries = [], shard.chunks(tokens)
+    if source == shard.rank:
+        tiles = [AttentionTile(ALL, chunk, chunk, causal=True) for _, chunk in queries]
+    for start, chunk in queries:
+        for key_start, keys in replace(shard, rank=source).chunks(tokens):
+            if key_start < start:
+                tile = AttentionTile(ALL, chunk, keys, False, start - key_start)
+                tiles += clip_to_window(tile, window)
+    return tiles
 
 
 def clip_to_window(tile: AttentionTile, window: int) -> list[AttentionTile]:
@@ -135,18 +118,14 @@ def clip_to_window(tile: AttentionTile, window: int) -> list[AttentionTile]:
     return [tile._replace(queries=queries, keys=keys, offset=tile.offset - first_key)]
 
 
-class DocumentTiles:
-    """Tiles of a causal mask within each document, from a table of `encode_document_tiles`."""
-
-    def __init__(self, table: Tensor, window: int = 0):
-        self.by_source: dict[int, list[AttentionTile]] = {}
-        for source, causal, *bounds, offset in table.tolist():
-            sequences, queries, keys = (slice(*bounds[n : n + 2]) for n in (0, 2, 4))
-            tile = AttentionTile(sequences, queries, keys, bool(causal), offset)
-            self.by_source.setdefault(source, []).extend(clip_to_window(tile, window))
-
-    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
-        return self.by_source.get(source, [])
+def decode_document_tiles(table: Tensor, window: int) -> dict[int, list[AttentionTile]]:
+    """Source rank -> tiles of a causal mask within each document; see `encode_document_tiles`."""
+    by_source: dict[int, list[AttentionTile]] = defaultdict(list)
+    for source, causal, *bounds, offset in table.tolist():
+        sequences, queries, keys = (slice(*bounds[n : n + 2]) for n in (0, 2, 4))
+        tile = AttentionTile(sequences, queries, keys, bool(causal), offset)
+        by_source[source] += clip_to_window(tile, window)
+    return by_source
 
 
 def index_document_tiles(shard: SequenceShard, positions: Tensor) -> DocumentIndex:

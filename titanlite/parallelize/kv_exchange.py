@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.distributed.collectives import reduce_scatter_sum, start_all_gather
+from titanlite.distributed.collectives import (
+    reduce_scatter_sum,
+    start_all_gather,
+    start_all_to_all_rows,
+)
 
 # (source rank, its keys and values) -> their gradient from this rank's queries, fp32; None: zero.
 ShardGradient = Callable[[int, Tensor], Tensor | None]
@@ -89,22 +93,16 @@ class KVRing(KVExchange):
 
     def _send_to_next_rank(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send to the next rank; returns a function that waits for the previous rank's tensor."""
-        send_sizes, receive_sizes = [0] * self.ranks, [0] * self.ranks
-        send_sizes[(self.rank + 1) % self.ranks] = tensor.numel()
-        receive_sizes[(self.rank - 1) % self.ranks] = tensor.numel()
-        received = tensor.new_empty(tensor.numel())
-        work = dist.all_to_all_single(
-            received,
-            tensor.reshape(-1),
-            receive_sizes,
-            send_sizes,
-            group=self.group,
-            async_op=True,
+        sent, received = [0] * self.ranks, [0] * self.ranks
+        sent[(self.rank + 1) % self.ranks] = tensor.numel()
+        received[(self.rank - 1) % self.ranks] = tensor.numel()
+        buffer, wait_for_rows = start_all_to_all_rows(
+            self.group, tensor.reshape(-1), sent, received
         )
 
         def wait() -> Tensor:
-            work.wait()
-            return received.view(tensor.shape)
+            wait_for_rows()
+            return buffer.view(tensor.shape)
 
         return wait
 
