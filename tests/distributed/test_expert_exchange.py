@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.mesh import Degrees, build_mesh
-from titanlite.parallelize.token_exchange import TokenExchange
+from titanlite.parallelize.token_exchange import start_exchange
 
 EXPERTS, DIM, HIDDEN = 4, 3, 4
 
@@ -38,8 +38,13 @@ def exchange_and_compute(degrees: Degrees, all_counts: list[list[int]]):
     own = slice(*(EXPERTS // mesh.size() * n for n in (rank, rank + 1)))
     first, second = (weight[own].requires_grad_() for weight in weights())
     rows = rows_of(rank, all_counts[rank]).requires_grad_()
-    finish = TokenExchange(mesh.get_group()).start(rows, torch.tensor(all_counts[rank]))
-    result = finish(lambda x, n: apply_experts(x, n, first, second))
+    finish = start_exchange(
+        mesh.get_group(),
+        lambda x, n: apply_experts(x, n, first, second),
+        rows,
+        torch.tensor(all_counts[rank]),
+    )
+    result = finish()
     (result * result.detach()).sum().backward()
     return result.detach(), rows.grad, own, first.grad, second.grad
 

@@ -15,18 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes
@@ -35,10 +30,11 @@ from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor_styles import (
     SEQUENCE_DIM,
+    distribute_parameter,
     distribute_parameters,
     replicated_local,
 )
-from titanlite.parallelize.token_exchange import TokenExchange
+from titanlite.parallelize.token_exchange import start_exchange
 
 # The hidden dimension of each weight, which is sharded over the tensor ranks
 EXPERT_HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
@@ -73,8 +69,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
             if mesh.tp.size() > 1:
                 _parallelize_over_tensor_ranks(module, mesh.tp, mesh.degrees)
             if mesh.experts.exchange is not None:
-                exchange = TokenExchange(mesh.experts.exchange.get_group())
-                module.use_dispatch(partial(_dispatch, exchange))
+                group = mesh.experts.exchange.get_group()
+                module.use_dispatch(partial(_dispatch, group))
 
 
 def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
@@ -89,16 +85,15 @@ def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
 
 
 def _dispatch(
-    exchange: TokenExchange, experts: GroupedExperts, rows: Tensor, counts: Tensor
+    group: dist.ProcessGroup, experts: GroupedExperts, rows: Tensor, counts: Tensor
 ) -> Callable[[], Tensor]:
     """The `TokenDispatch` of expert parallel."""
-    finish = exchange.start(rows, counts)
 
     def compute(received: Tensor, local_counts: Tensor) -> Tensor:
         with outside_saved_operations():  # FSDP's all-gather of the experts
             return experts(received, local_counts)
 
-    return lambda: finish(compute)
+    return start_exchange(group, compute, rows, counts)
 
 
 def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
@@ -109,19 +104,14 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
         placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
         if mesh.weights.ndim == 2:
             placements.append(Shard(dim))
-        _distribute(experts, name, mesh.weights, placements)
+        distribute_parameter(experts, name, mesh.weights, placements)
     _replace_forward(experts, partial(_local_experts_forward, experts))
 
 
 def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
     """Compute the rows of this rank's experts, with its shards of their weights."""
-    w1, w2, w3 = map(_own_shard, (experts.w1, experts.w2, experts.w3))
+    w1, w2, w3 = map(local_shard, (experts.w1, experts.w2, experts.w3))
     return compute_experts(w1, w2, w3, x, counts)
-
-
-def _own_shard(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
 
 
 def _parallelize_over_tensor_ranks(
@@ -129,8 +119,7 @@ def _parallelize_over_tensor_ranks(
 ) -> None:
     """Parallelize the gate and the shared experts, and gather the sequence for sharded experts."""
     gate, shared = module.router.gate, module.shared_experts
-    distribute_parameters(gate, tp, Replicate())
-    _replace_forward(gate, partial(_replicated_gate_forward, gate))
+    _replicate_linear(gate, tp, torch.float32)
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:
@@ -140,9 +129,15 @@ def _parallelize_over_tensor_ranks(
         _replace_forward(shared, partial(_gathered_forward, shared.forward, tp, 0))
 
 
-def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
-    """The logits in fp32, as `RouterGate`; the ranks' gradients of the weight are summed."""
-    return F.linear(x.float(), replicated_local(gate.weight).float())
+def _replicate_linear(layer: nn.Linear, tp: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Replicate the weight; the ranks' gradients of it are summed. `dtype`: None: that of x."""
+    distribute_parameters(layer, tp, Replicate())
+    _replace_forward(layer, partial(_replicated_linear_forward, layer, dtype))
+
+
+def _replicated_linear_forward(layer: nn.Linear, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    dtype = dtype or x.dtype
+    return F.linear(x.to(dtype), replicated_local(layer.weight).to(dtype))
 
 
 def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
@@ -150,35 +145,29 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
     for name, dim in SHARED_HIDDEN_DIMS.items():
         layer = shared.get_submodule(name)
         assert isinstance(layer, nn.Linear)
-        _distribute(layer, "weight", tp, [Shard(dim)])
+        distribute_parameters(layer, tp, Shard(dim))
         if type(layer) is nn.Linear:
             _replace_forward(layer, partial(_local_linear_forward, layer))
         else:  # Float8, whose scales are those of the whole operands: DTensor reduces them
             of_dtensors = _colwise_forward if dim == 0 else _rowwise_forward
             _replace_forward(layer, partial(of_dtensors, layer.forward, tp))
     if shared.gate is not None:
-        distribute_parameters(shared.gate, tp, Replicate())
-        _replace_forward(shared.gate, partial(_replicated_linear_forward, shared.gate))
+        _replicate_linear(shared.gate, tp)
 
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, _own_shard(layer.weight))
+    return F.linear(x, local_shard(layer.weight))
 
 
-def _colwise_forward(forward: Callable[[Tensor], Tensor], tp: DeviceMesh, x: Tensor) -> Tensor:
+def _colwise_forward(forward: Callable[[Tensor], Any], tp: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's hidden features of tokens x that all ranks have."""
-    return _local_tensor(forward(_AsReplicated.apply(x, tp)))
+    return forward(_AsReplicated.apply(x, tp)).to_local()
 
 
-def _rowwise_forward(forward: Callable[[Tensor], Tensor], tp: DeviceMesh, x: Tensor) -> Tensor:
+def _rowwise_forward(forward: Callable[[Tensor], Any], tp: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's summand of the output, from its hidden features x."""
     out = forward(DTensor.from_local(x, tp, [Shard(x.dim() - 1)]))
-    return _local_tensor(out, grad_placements=[Replicate()])
-
-
-def _local_tensor(tensor: Tensor, **options: Any) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local(**options)
+    return out.to_local(grad_placements=[Replicate()])
 
 
 class _AsReplicated(torch.autograd.Function):
@@ -197,10 +186,6 @@ class _AsReplicated(torch.autograd.Function):
         return grad.to_local(), None
 
 
-def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, replicated_local(layer.weight).to(x.dtype))
-
-
 def _gathered_forward(
     forward: Callable[[Tensor], Tensor], tp: DeviceMesh, dim: int, x: Tensor
 ) -> Tensor:
@@ -216,15 +201,6 @@ def _gathered_forward(
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
-
-
-def _distribute(
-    module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
-) -> None:
-    """Replace a parameter by its shards."""
-    parameter = module.get_parameter(name)
-    sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(sharded))
 
 
 def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iterator[ConfigError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -60,9 +61,16 @@ class ReplicatedNorm(ParallelStyle):
 
 def distribute_parameters(module: nn.Module, tp: DeviceMesh, placement: Placement) -> None:
     """Make DTensors of the parameters of a module itself."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        dtensor = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(dtensor))
+    for name, _ in list(module.named_parameters(recurse=False)):
+        distribute_parameter(module, name, tp, [placement])
+
+
+def distribute_parameter(
+    module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
+    """Replace a parameter by a DTensor; no rank sends its values."""
+    dtensor = distribute_tensor(module.get_parameter(name), mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(dtensor))
 
 
 def _replicated_norm_forward(norm: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
@@ -171,8 +179,9 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
     )
 
 
-def _replicate_parameters(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-    distribute_parameters(module, device_mesh, Replicate())
+def _place_parameters(placement: Placement) -> Callable[[str, nn.Module, DeviceMesh], None]:
+    """The `partition_fn` of torch's distribute_module."""
+    return lambda name, module, mesh: distribute_parameters(module, mesh, placement)
 
 
 class KeyValueColwise(ParallelStyle):
@@ -194,7 +203,7 @@ class KeyValueColwise(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            _replicate_parameters,
+            _place_parameters(Replicate()),
             self._replicate_input,  # type: ignore[arg-type]  # torch uses what hooks return
             self._select_head,
         )
@@ -214,7 +223,7 @@ class Replicated(ParallelStyle):
     """A layer that every rank computes for all tokens, with replicated weights and activations."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, _replicate_parameters)
+        return distribute_module(module, device_mesh, _place_parameters(Replicate()))
 
 
 class SharedByHeads(ParallelStyle):
@@ -251,15 +260,10 @@ class OutputLayerColwise(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            self._shard_weight,
+            _place_parameters(Shard(0)),
             self._gather_input,  # type: ignore[arg-type]  # torch uses what hooks return
             self._to_plain_tensor,  # type: ignore[arg-type]
         )
-
-    def _shard_weight(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        assert isinstance(module, OutputLayer)
-        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
 
     def _gather_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
         (x,) = inputs

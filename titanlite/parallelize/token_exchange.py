@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,36 +15,32 @@ from titanlite.distributed.collectives import all_to_all_tensor, start_all_to_al
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class TokenExchange:
-    """Sends rows to the ranks of a group that have their experts, and the results back.
+def start_exchange(
+    group: dist.ProcessGroup, compute: Compute, rows: Tensor, counts: Tensor
+) -> Callable[[], Tensor]:
+    """Start to send rows [M, D] to the ranks of a group that have their experts.
 
-    Each rank has as many experts as any other, in the order of the ranks.
+    The rows are sorted by expert, `counts` [E] of them each. Each rank has as many experts as any
+    other, in the order of the ranks.
+
+    The returned function waits for the rows of the other ranks, computes on them, and returns the
+    results [M, D] in the order of `rows`. What the caller computes in between overlaps with the
+    communication, in backward too. The host waits once, for the sizes.
     """
+    by_rank = counts.view(group.size(), -1)  # [ep, E / ep]
+    local_counts = all_to_all_tensor(group, by_rank)  # of this rank's experts
+    sent, received = read_row_numbers(len(rows), by_rank, local_counts)
+    dispatch, combine = _RowExchange(group, sent, received), _RowExchange(group, received, sent)
+    arriving = _StartRowExchange.apply(rows, dispatch)
 
-    group: dist.ProcessGroup
+    def finish() -> Tensor:
+        order, inverse = _order_by_expert(local_counts, sum(received))
+        arrived = _FinishRowExchange.apply(arriving, dispatch)
+        results = compute(_Permute.apply(arrived, order, inverse), local_counts.sum(0))
+        returning = _StartRowExchange.apply(_Permute.apply(results, inverse, order), combine)
+        return _FinishRowExchange.apply(returning, combine)
 
-    def start(self, rows: Tensor, counts: Tensor) -> Callable[[Compute], Tensor]:
-        """Start to send `rows` [M, D], which are sorted by expert; `counts` [E] of them each.
-
-        The returned function waits for the rows of the other ranks, computes on them, and returns
-        the results [M, D] in the order of `rows`. What the caller computes in between overlaps with
-        the communication, in backward too. The host waits once, for the sizes.
-        """
-        by_rank = counts.view(self.group.size(), -1)  # [ep, E / ep]
-        local_counts = all_to_all_tensor(self.group, by_rank)  # of this rank's experts
-        sent, received = read_row_numbers(len(rows), by_rank, local_counts)
-        dispatch = _RowExchange(self.group, sent, received)
-        arriving = dispatch.start(rows)
-
-        def finish(compute: Compute) -> Tensor:
-            order, inverse = _order_by_expert(local_counts, sum(received))
-            received_rows = _Permute.apply(dispatch.finish(arriving), order, inverse)
-            results = compute(received_rows, local_counts.sum(0))
-            combine = _RowExchange(self.group, received, sent)
-            return combine.finish(combine.start(_Permute.apply(results, inverse, order)))
-
-        return finish
+    return finish
 
 
 def read_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
@@ -68,23 +63,16 @@ def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _RowExchange:
-    """An all-to-all of rows in two halves, `start` and `finish`, of which autograd knows.
+    """An all-to-all of rows in two halves, which are autograd functions.
 
-    In backward, the halves are in reverse order: what `finish` starts, `start` waits for. So what
-    lies between them in forward overlaps with the communication in backward too.
+    In backward, the halves are in reverse order: what `_FinishRowExchange` starts,
+    `_StartRowExchange` waits for. So what lies between them in forward overlaps with the
+    communication in backward too.
     """
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):
         self._group, self._sent, self._received = group, sent, received
         self._pending: list[tuple[Tensor, Callable[[], object]]] = []
-
-    def start(self, rows: Tensor) -> Tensor:
-        """The buffer that the rows arrive in; not to be read before `finish`."""
-        return _StartRowExchange.apply(rows, self)
-
-    def finish(self, buffer: Tensor) -> Tensor:
-        """The rows that have arrived."""
-        return _FinishRowExchange.apply(buffer, self)
 
     def send(self, rows: Tensor, *, back: bool) -> Tensor:
         """Start a transfer, to the other ranks or back; returns its buffer."""
@@ -100,6 +88,8 @@ class _RowExchange:
 
 
 class _StartRowExchange(torch.autograd.Function):
+    """The buffer that the rows arrive in; not to be read before `_FinishRowExchange`."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _RowExchange) -> Tensor:
         ctx.exchange = exchange
