@@ -38,7 +38,6 @@ class PipelinePlan:
     schedule: str  # the name of one of torch's schedules
     csv: Path | None  # a file that lists the actions; replaces `schedule`
     stages: list[list[str]]  # module names of each stage
-    costs: list[float]  # of each stage, FLOPs per token
     rank_of: list[int]  # pipeline rank of each stage
     microbatch_size: int  # sequences
     n_microbatches: int  # in one run of the schedule
@@ -100,8 +99,7 @@ def plan_pipeline(
     """
     costs = spec.module_flops(sizes, seq_len)
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
-        plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
-        return plan, []
+        return PipelinePlan("1F1B", None, [list(costs)], [0], local_batch, 1), []
     errors = []
     size = config.pipeline_parallel_microbatch_size
     if local_batch % size:
@@ -126,7 +124,6 @@ def plan_pipeline(
         schedule=config.pipeline_parallel_schedule,
         csv=Path(file) if (file := config.pipeline_parallel_schedule_csv) else None,
         stages=stages,
-        costs=[sum(costs[name] for name in names) for names in stages],
         rank_of=assignment.rank_of,
         microbatch_size=size,
         n_microbatches=local_batch // size,

@@ -28,18 +28,23 @@ def computed_timelines(job: Job) -> list[PipelineTimeline]:
     """
     if job.degrees.pipeline == 1:
         return []
-    plan = job.pipeline
-    average = sum(plan.costs) / len(plan.costs)
+    plan, costs = job.pipeline, _stage_flops(job)
+    average = sum(costs) / len(costs)
     order = plan.order()
     order = order if job.transforms.splits_backward else with_whole_backwards(order)
-    rows = simulate_schedule(order, [cost / average for cost in plan.costs])
+    rows = simulate_schedule(order, [cost / average for cost in costs])
     return [PipelineTimeline(f"{plan}, computed", rows, "forwards of an average stage")]
 
 
 def _stage_costs(job: Job) -> list[StageCost]:
-    plan = job.pipeline
-    total = sum(plan.costs)
+    plan, costs = job.pipeline, _stage_flops(job)
     return [
-        StageCost(stage, plan.rank_of[stage], describe_stage(plan.stages[stage]), cost / total)
-        for stage, cost in enumerate(plan.costs)
+        StageCost(stage, plan.rank_of[stage], describe_stage(plan.stages[stage]), cost / sum(costs))
+        for stage, cost in enumerate(costs)
     ]
+
+
+def _stage_flops(job: Job) -> list[float]:
+    """FLOPs per token of each stage."""
+    flops = job.spec.module_flops(job.sizes, job.config.training.seq_len)
+    return [sum(flops[name] for name in names) for names in job.pipeline.stages]
