@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -36,9 +36,7 @@ def partition_model(
     `costs` maps every module of the model, in execution order, to its cost.
     """
     if config.module_fqns_per_model_part:
-        problem = next(_check_names(config.module_fqns_per_model_part, list(costs)), None)
-        if problem is not None:
-            raise problem
+        _check_names(config.module_fqns_per_model_part, list(costs))
         return config.module_fqns_per_model_part
     blocks = [name for name in costs if name.startswith(f"{block_path}.")]
     if stages > len(blocks):
@@ -130,26 +128,22 @@ def _less_layers(config: ParallelismConfig) -> tuple[int, int]:
     return getattr(config, _FIRST_KEY) or 0, getattr(config, _LAST_KEY) or 0
 
 
-def _check_names(stages: list[list[str]], names: list[str]) -> Iterator[ConfigError]:
-    """Reject stages that do not list every module of `names` once, in order."""
-
-    def error(problem: str, fix: str) -> ConfigError:
-        key = f"parallelism.{_NAMES_KEY}"
-        return ConfigError(f"{key}: {problem}", fix)
-
+def _check_names(stages: list[list[str]], names: list[str]) -> None:
+    """Raise ConfigError unless the stages list every module of `names` once, in order."""
     listed = [name for stage in stages for name in stage]
-    for name in dict.fromkeys(listed):
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f'Did you mean "{close[0]}"?' if close else f"Modules: {', '.join(names)}."
-            yield error(f'"{name}" is not a module of the model.', hint)
+    unknown = next((name for name in listed if name not in names), None)
     missing = [name for name in names if name not in listed]
-    if missing:
-        yield error(f"no stage has {', '.join(missing)}.", "List every module once.")
-    if not all(stages):
-        yield error("a stage is empty.", "Give each stage a module, or remove the empty stage.")
-    if listed != names:
-        yield error(
-            "modules are listed twice, or not in execution order.",
-            f"The order is {', '.join(names)}.",
-        )
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, names, 1)
+        problem = f'"{unknown}" is not a module of the model.'
+        fix = f'Did you mean "{close[0]}"?' if close else f"Modules: {', '.join(names)}."
+    elif missing:
+        problem, fix = f"no stage has {', '.join(missing)}.", "List every module once."
+    elif not all(stages):
+        problem, fix = "a stage is empty.", "Give each stage a module, or remove the empty stage."
+    elif listed != names:
+        problem = "modules are listed twice, or not in execution order."
+        fix = f"The order is {', '.join(names)}."
+    else:
+        return
+    raise ConfigError(f"parallelism.{_NAMES_KEY}: {problem}", fix)
