@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,7 +73,7 @@ def checkpoint_blocks(blocks: nn.ModuleDict, config: ActivationCheckpointConfig)
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for number, block in blocks.items():
         if int(number) % every == 0:
-            block.forward = partial(_checkpointed, block.forward, config, None)
+            block.forward = _checkpointed(block.forward, config)
 
 
 def checkpoint_operations(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
@@ -83,7 +83,7 @@ def checkpoint_operations(blocks: nn.ModuleDict, config: ActivationCheckpointCon
     names = config.per_op_sac_force_recompute_mm_shapes_by_fqns
     for block in blocks.values():
         contexts = partial(_save_contexts, _weight_shapes(block, names))
-        block.forward = partial(_checkpointed, block.forward, config, contexts)
+        block.forward = _checkpointed(block.forward, config, context_fn=contexts)
 
 
 def set_memory_budget(config: ActivationCheckpointConfig) -> None:
@@ -93,16 +93,17 @@ def set_memory_budget(config: ActivationCheckpointConfig) -> None:
     torch._functorch.config.activation_memory_budget = budget
 
 
-def _checkpointed(forward, config: ActivationCheckpointConfig, contexts, *inputs):
-    selective = {} if contexts is None else {"context_fn": contexts}
-    return checkpoint(
+def _checkpointed(
+    forward: Callable, config: ActivationCheckpointConfig, **options: Any
+) -> Callable:
+    return partial(
+        checkpoint,
         forward,
-        *inputs,
         use_reentrant=False,
         preserve_rng_state=False,  # the models draw no random numbers
         early_stop=False,  # recompute whole blocks, as torchtitan does by default
         debug=config.debug,
-        **selective,
+        **options,
     )
 
 

@@ -199,14 +199,13 @@ def select_float8_layers(
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
+        size = f"{layer.out_features}x{layer.in_features}"
+        match = next((part for part in filters if part in name), None)
         if isinstance(layer, OutputLayer):
             excluded[name] = "fused with the loss"
-            continue
-        if isinstance(layer, RouterGate):
+        elif isinstance(layer, RouterGate):
             excluded[name] = "computes in fp32"
-            continue
-        size = f"{layer.out_features}x{layer.in_features}"
-        if match := next((part for part in filters if part in name), None):
+        elif match is not None:
             excluded[name] = f'"{match}" in filter_fqns'
         elif layer.out_features % ALIGNMENT or layer.in_features % ALIGNMENT:
             excluded[name] = f"{size} is not a multiple of {ALIGNMENT}"

@@ -38,7 +38,6 @@ from titanlite.parallelize.tensor_styles import (
 class StyleOptions:
     """Everything that the ParallelStyle of a role may depend on."""
 
-    ranks: int  # number of tensor-parallel ranks
     head_width: int  # features per attention head
     loss_parallel: bool  # compute the loss from sharded logits
     linear: LinearStyles = DEFAULT_STYLES  # torch's styles for linear layers, or those for Float8
@@ -70,7 +69,7 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     "colwise": TensorParallelRole(lambda o: o.linear.colwise(), sharded_dim=0, gathered_input=True),
     # column-parallel projection to keys or values
     "colwise_kv": TensorParallelRole(
-        lambda o: KeyValueColwise(o.head_width, o.ranks, o.linear.colwise),
+        lambda o: KeyValueColwise(o.head_width, o.linear.colwise),
         sharded_dim=0,
         whole_heads=True,
         gathered_input=True,
@@ -83,7 +82,7 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     "heads": TensorParallelRole(lambda o: ReplicatedNorm()),
     # norm of the queries or keys of all heads together
     "projection": TensorParallelRole(
-        lambda o: ProjectionNorm(o.head_width, o.ranks), sharded_dim=0, whole_heads=True
+        lambda o: ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True
     ),
     # row-parallel linear layer; its output is reduce-scattered to the residual stream
     "rowwise": TensorParallelRole(
@@ -124,7 +123,7 @@ def apply_tensor_parallel(
     styles = {}
     for name, role in roles.items():
         linear = _select_linear_styles(name, model, roles, linear_styles_of)
-        options = StyleOptions(tp.size(), head_width, loss_parallel, linear)
+        options = StyleOptions(head_width, loss_parallel, linear)
         styles[name] = TENSOR_PARALLEL_ROLES[role].style(options)
     parallelize_module(model, tp, styles)
 

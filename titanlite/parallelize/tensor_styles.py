@@ -134,17 +134,17 @@ class ProjectionNorm(ParallelStyle):
     several ranks have the same head; see `KeyValueColwise`.
     """
 
-    def __init__(self, head_width: int, ranks: int):
+    def __init__(self, head_width: int):
         super().__init__()
-        self.head_width, self.ranks = head_width, ranks
+        self.head_width = head_width
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm = module
         assert isinstance(norm, nn.RMSNorm)
-        heads = norm.normalized_shape[0] // self.head_width
-        is_sharded = heads % self.ranks == 0
+        heads, ranks = norm.normalized_shape[0] // self.head_width, device_mesh.size()
+        is_sharded = heads % ranks == 0
         distribute_parameters(norm, device_mesh, Shard(0) if is_sharded else Replicate())
-        copies = 1 if is_sharded else self.ranks // heads
+        copies = 1 if is_sharded else ranks // heads
         module.forward = partial(_sharded_norm_forward, norm, device_mesh, copies)
         return module
 
@@ -191,14 +191,13 @@ class KeyValueColwise(ParallelStyle):
     its query heads need.
     """
 
-    def __init__(self, head_width: int, ranks: int, colwise: type[ColwiseParallel]):
+    def __init__(self, head_width: int, colwise: type[ColwiseParallel]):
         super().__init__()
-        self.head_width, self.ranks, self.colwise = head_width, ranks, colwise
+        self.head_width, self.colwise = head_width, colwise
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        heads = module.out_features // self.head_width
-        if heads % self.ranks == 0:
+        if module.out_features // self.head_width % device_mesh.size() == 0:
             return self.colwise()._apply(module, device_mesh)
         return distribute_module(
             module,
@@ -214,7 +213,7 @@ class KeyValueColwise(ParallelStyle):
 
     def _select_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh):
         heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
-        copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
+        copies = heads.expand(-1, -1, -1, device_mesh.size() // heads.shape[2], -1).flatten(2, 4)
         # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
 
