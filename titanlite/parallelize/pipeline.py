@@ -73,15 +73,10 @@ def _remove_other_modules(model: nn.Module, names: list[str], block_path: str) -
             setattr(model, name, None)
 
 
-_OVERRIDDEN = (  # undocumented (torch 2.13), so importing this file fails if torch renames one
-    "forward_one_chunk",
-    "backward_one_chunk",
-    "backward_weight_one_chunk",
-    "perform_reduce_grad",
-    "get_local_bwd_output",
-    "set_local_bwd_input",
-)
-_missing = [name for name in _OVERRIDDEN if not hasattr(PipelineStage, name)]
+_missing = {  # undocumented (torch 2.13), so importing this file fails if torch renames one
+    *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
+    *("perform_reduce_grad", "get_local_bwd_output", "set_local_bwd_input"),
+} - set(dir(PipelineStage))
 assert not _missing, f"torch {torch.__version__}: PipelineStage has no {', '.join(_missing)}"
 
 

@@ -23,14 +23,15 @@ from titanlite.parallelize.tensor_styles import (
     SEQUENCE_DIM,
     KeyValueColwise,
     LinearStyles,
+    LocalForward,
     OutputLayerColwise,
     ProjectionNorm,
     Replicated,
-    ReplicatedNorm,
-    SequencePositions,
     SharedByHeads,
     VocabularyEmbedding,
+    add_own_positions,
     gather_sequence,
+    normalize_locally,
 )
 
 
@@ -60,9 +61,9 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     # embedding, sharded by vocabulary; its output becomes sequence-parallel
     "vocab_in": TensorParallelRole(lambda o: VocabularyEmbedding(), sharded_dim=0),
     # norm on the sequence-parallel residual stream
-    "sequence": TensorParallelRole(lambda o: ReplicatedNorm()),
+    "sequence": TensorParallelRole(lambda o: LocalForward(normalize_locally)),
     # learned positions, added to the sequence-parallel residual stream
-    "positions": TensorParallelRole(lambda o: SequencePositions()),
+    "positions": TensorParallelRole(lambda o: LocalForward(add_own_positions)),
     # module that all-gathers the sequence for its column-parallel layers: attention, feed-forward
     "gather_sequence": TensorParallelRole(lambda o: gather_sequence(o.linear.gather)),
     # column-parallel linear layer
@@ -79,7 +80,7 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     # module whose output is used by the heads of every rank
     "shared_by_heads": TensorParallelRole(lambda o: SharedByHeads()),
     # norm of each attention head
-    "heads": TensorParallelRole(lambda o: ReplicatedNorm()),
+    "heads": TensorParallelRole(lambda o: LocalForward(normalize_locally)),
     # norm of the queries or keys of all heads together
     "projection": TensorParallelRole(
         lambda o: ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True

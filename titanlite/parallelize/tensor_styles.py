@@ -44,18 +44,21 @@ class LinearStyles(NamedTuple):
 DEFAULT_STYLES = LinearStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
 
 
-class ReplicatedNorm(ParallelStyle):
-    """RMSNorm or LayerNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K].
+class LocalForward(ParallelStyle):
+    """A module with replicated parameters, and `forward(module, mesh, *inputs)` as its forward.
 
-    The parameters are replicated. Each rank computes a partial gradient of them, and these are
-    summed in fp32, as FSDP sums gradients; torch's SequenceParallel sums them in the compute dtype.
+    The function computes on plain tensors. Each rank has a partial gradient of the parameters, and
+    these are summed in fp32, as FSDP sums gradients; torch's SequenceParallel sums them in the
+    compute dtype.
     """
 
+    def __init__(self, forward: Callable[..., Tensor]):
+        super().__init__()
+        self.forward = forward
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        norm = module
-        assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
-        distribute_parameters(norm, device_mesh, Replicate())
-        module.forward = partial(_replicated_norm_forward, norm)
+        distribute_parameters(module, device_mesh, Replicate())
+        module.forward = partial(self.forward, module, device_mesh)
         return module
 
 
@@ -73,8 +76,8 @@ def distribute_parameter(
     module.register_parameter(name, nn.Parameter(dtensor))
 
 
-def _replicated_norm_forward(norm: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
-    """Normalise a plain tensor with the local tensors of replicated parameters."""
+def normalize_locally(norm: nn.RMSNorm | nn.LayerNorm, tp: DeviceMesh, x: Tensor) -> Tensor:
+    """RMSNorm or LayerNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K]."""
     weight = replicated_local(norm.weight)
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
@@ -106,23 +109,10 @@ class VocabularyEmbedding(RowwiseParallel):
         return module
 
 
-class SequencePositions(ParallelStyle):
-    """Learned positions that are added to the sequence-parallel residual stream [B, T/tp, D].
-
-    Each rank looks up its part of the positions in a replicated weight.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        embedding = module
-        assert isinstance(embedding, PositionEmbedding)
-        distribute_parameters(embedding, device_mesh, Replicate())
-        module.forward = partial(_add_own_positions, embedding, device_mesh)
-        return module
-
-
-def _add_own_positions(
+def add_own_positions(
     module: PositionEmbedding, tp: DeviceMesh, x: Tensor, positions: Tensor
 ) -> Tensor:
+    """Add this rank's part of the learned positions to the residual stream [B, T/tp, D]."""
     own = positions.chunk(tp.size(), dim=-1)[tp.get_local_rank()]
     return x + look_up(own, replicated_local(module.weight))
 
@@ -232,15 +222,10 @@ class SharedByHeads(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            input_fn=self._to_local,  # type: ignore[arg-type]  # torch uses what hooks return
+        module.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:])
         )
-
-    def _to_local(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
-        first, *others = inputs
-        return (first.to_local(grad_placements=[Partial()]), *others)
+        return module
 
 
 class OutputLayerColwise(ParallelStyle):

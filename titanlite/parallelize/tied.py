@@ -27,8 +27,7 @@ def pairs_inside(model: nn.Module, pairs: TiedPairs) -> list[tuple[str, str]]:
 
 
 def _has_parameter(model: nn.Module, name: str) -> bool:
-    path = name.rpartition(".")[0]
-    return any(found == path for found, _ in model.named_modules())
+    return name.rpartition(".")[0] in dict(model.named_modules())
 
 
 class RankModel(nn.Module):
@@ -45,14 +44,10 @@ class RankModel(nn.Module):
         self._pairs = list(pairs)
         self._copies = {name: other for name, other in pairs if _has_parameter(self, name)}
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in `nn.Module`, without the copies."""
-        start = f"{prefix}." if prefix else ""
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            if name.removeprefix(start) not in self._copies:
-                yield name, parameter
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in `nn.Module` without a prefix, without the copies."""
+        named = super().named_parameters(*args, **options)
+        return ((name, parameter) for name, parameter in named if name not in self._copies)
 
     def add_second_names(self) -> None:
         """Give each tied parameter of this rank its other name, if the copy is on another rank."""
@@ -64,14 +59,13 @@ class RankModel(nn.Module):
                 self.add_module(path, holder)
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As in `nn.Module`; has the parameter instead of its copy, which may be out of date."""
+        """As named_parameters; has the parameter instead of its copy, which may be out of date."""
         state = super().state_dict(*args, **options)
-        prefix = options.get("prefix", "")
         for name, other in self._copies.items():
-            if prefix + other in state:
-                state[prefix + name] = state[prefix + other]
+            if other in state:
+                state[name] = state[other]
             else:
-                del state[prefix + name]
+                del state[name]
         return state
 
 
@@ -101,11 +95,11 @@ class TiedCopy:
         if self.parameter is not None:
             total = local_shard(_gradient(self.parameter))
             if self.copy is not None:
-                total.add_(local_shard(_gradient(self.copy)))
+                gradient = local_shard(_gradient(self.copy))
             else:
-                received = torch.empty_like(total)
-                receive_tensor(self.pp, received, self.copy_rank)
-                total.add_(received)
+                gradient = torch.empty_like(total)
+                receive_tensor(self.pp, gradient, self.copy_rank)
+            total.add_(gradient)
         elif self.copy is not None:
             send_tensor(self.pp, local_shard(_gradient(self.copy)), self.parameter_rank)
         if self.copy is not None:
@@ -129,13 +123,6 @@ def build_tied_copies(
     for name, other in pairs:
         copy_stage, stage = plan.stage_of(name), plan.stage_of(other)
         if copy_stage != stage:
-            copies.append(
-                TiedCopy(
-                    pp,
-                    plan.rank_of[stage],
-                    plan.rank_of[copy_stage],
-                    parameter_here(stage, other),
-                    parameter_here(copy_stage, name),
-                )
-            )
+            parameters = parameter_here(stage, other), parameter_here(copy_stage, name)
+            copies.append(TiedCopy(pp, plan.rank_of[stage], plan.rank_of[copy_stage], *parameters))
     return tuple(copies)
