@@ -16,7 +16,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
@@ -169,11 +168,6 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
     )
 
 
-def _place_parameters(placement: Placement) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """The `partition_fn` of torch's distribute_module."""
-    return lambda name, module, mesh: distribute_parameters(module, mesh, placement)
-
-
 class KeyValueColwise(ParallelStyle):
     """Column-parallel projection to keys or values.
 
@@ -189,30 +183,32 @@ class KeyValueColwise(ParallelStyle):
         assert isinstance(module, nn.Linear)
         if module.out_features // self.head_width % device_mesh.size() == 0:
             return self.colwise()._apply(module, device_mesh)
-        return distribute_module(
-            module,
-            device_mesh,
-            _place_parameters(Replicate()),
-            self._replicate_input,  # type: ignore[arg-type]  # torch uses what hooks return
-            self._select_head,
+        distribute_parameters(module, device_mesh, Replicate())
+        module.register_forward_pre_hook(
+            lambda _, inputs: _as_dtensor(inputs[0], device_mesh, Replicate())
         )
+        module.register_forward_hook(
+            lambda _, inputs, output: self._select_head(output, device_mesh.size())
+        )
+        return module
 
-    def _replicate_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
-        (x,) = inputs
-        return (x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Replicate()]),)
-
-    def _select_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh):
+    def _select_head(self, output: DTensor, ranks: int) -> Tensor:
         heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
-        copies = heads.expand(-1, -1, -1, device_mesh.size() // heads.shape[2], -1).flatten(2, 4)
+        copies = heads.expand(-1, -1, -1, ranks // heads.shape[2], -1).flatten(2, 4)
         # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
+
+
+def _as_dtensor(x: Tensor, tp: DeviceMesh, placement: Placement) -> DTensor:
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, tp, [placement])
 
 
 class Replicated(ParallelStyle):
     """A layer that every rank computes for all tokens, with replicated weights and activations."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, _place_parameters(Replicate()))
+        distribute_parameters(module, device_mesh, Replicate())
+        return module
 
 
 class SharedByHeads(ParallelStyle):
@@ -241,24 +237,19 @@ class OutputLayerColwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, OutputLayer)
         module.vocabulary = self.vocabulary(device_mesh, module.out_features)
-        return distribute_module(
-            module,
-            device_mesh,
-            _place_parameters(Shard(0)),
-            self._gather_input,  # type: ignore[arg-type]  # torch uses what hooks return
-            self._to_plain_tensor,  # type: ignore[arg-type]
-        )
+        distribute_parameters(module, device_mesh, Shard(0))
+        module.register_forward_pre_hook(partial(_gather_input, device_mesh))
+        module.register_forward_hook(_to_plain_tensor)
+        return module
 
-    def _gather_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
-        (x,) = inputs
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, device_mesh, [Shard(SEQUENCE_DIM)])
-        return (x.redistribute(placements=[Replicate()]),)
 
-    def _to_plain_tensor(
-        self, module: nn.Module, output: Tensor, device_mesh: DeviceMesh
-    ) -> Tensor:
-        return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
+def _gather_input(tp: DeviceMesh, module: nn.Module, inputs: tuple) -> DTensor:
+    x = _as_dtensor(inputs[0], tp, Shard(SEQUENCE_DIM))
+    return x.redistribute(placements=[Replicate()])
+
+
+def _to_plain_tensor(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
 
 
 class ShardedVocabulary(Vocabulary):
