@@ -48,17 +48,15 @@ class ActivationCheckpointConfig:
     def __str__(self) -> str:
         option = self.selective_ac_option
         ordinal = {"2": "2nd", "3": "3rd"}.get(option, f"{option}-th")
-        blocks = "every block" if option == "1" else f"every {ordinal} block"
         description = {
             "none": "off",
             "full": "full",
             "memory_budget": f"compiler-selected, memory budget {self.memory_budget:g}",
-            "selective": f"selective, {blocks}",
+            "selective": f"selective, every {'' if option == '1' else ordinal + ' '}block",
         }[self.mode]
         if self.per_operation:
             description = "selective, all operations but attention and every 2nd matmul"
-        offload = "; saved activations offloaded to host memory" if self.offload else ""
-        return description + offload
+        return description + "; saved activations offloaded to host memory" * self.offload
 
     @property
     def per_operation(self) -> bool:

@@ -22,10 +22,6 @@ from titanlite.files import make_private_folder
 from titanlite.log import logger
 from titanlite.models import MixtureOfExperts, OutputLayer
 
-INSTALL_GPP = "Install g++, set CXX to a compiler"
-INSTALL_GCC = "Install gcc, set CC to a compiler"
-INSTALL_H = "Install the development package of this Python (python3-dev)"
-
 
 @dataclass(frozen=True)
 class CompileConfig:
@@ -160,8 +156,8 @@ def check_compiler(
             " aot_eager and eager for debugging."
         )
     by_inductor = compiles_optimizer or (config.enable and config.backend == "inductor")
-    missing, fix = _find_missing_compiler(device_type) if by_inductor else ("", "")
-    if missing:
+    if by_inductor and (found := _find_missing_compiler(device_type)):
+        missing, fix = found
         yield ConfigError(
             f"{missing}, which torch.compile (used for compile.enable, optimizer.state_dtype and"
             " optimizer.offload) needs.",
@@ -169,17 +165,19 @@ def check_compiler(
         )
 
 
-def _find_missing_compiler(device_type: str) -> tuple[str, str]:
-    """(what inductor needs on this device and does not find, how to get it), else ("", "")."""
+def _find_missing_compiler(device_type: str) -> tuple[str, str] | None:
+    """(what inductor needs on this device and does not find, how to get it), or None."""
     if device_type == "cpu":
         compiler = os.environ.get("CXX", "g++")
-        found = shutil.which(compiler)
-        return ("", "") if found else (f"{compiler} not found: a C++ compiler", INSTALL_GPP)
+        fix = "Install g++, set CXX to a compiler"
+        return None if shutil.which(compiler) else (f"{compiler} not found: a C++ compiler", fix)
     # Triton compiles the launchers of its kernels in C, with the headers of Python. It looks for
     # compilers in this order (triton/runtime/build.py of Triton 3.6 to 3.9).
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(shutil.which(compiler) for compiler in compilers):
-        return f"{' or '.join(compilers)} not found: a C compiler for Triton", INSTALL_GCC
+        missing = f"{' or '.join(compilers)} not found: a C compiler for Triton"
+        return missing, "Install gcc, set CC to a compiler"
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
-    return ("", "") if header.exists() else (f"{header} not found: a header for Triton", INSTALL_H)
+    fix = "Install the development package of this Python (python3-dev)"
+    return None if header.exists() else (f"{header} not found: a header for Triton", fix)

@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.profiler import record_function
 
-from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
@@ -154,16 +153,6 @@ class EvalStage(TrainStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
         pass
-
-
-def connect_pipeline_ranks(pp: DeviceMesh, device: torch.device) -> None:
-    """Create NCCL's communicator of all pipeline ranks; all of them must call it.
-
-    NCCL creates it in the first collective of the group. Without this all-reduce, that would be the
-    first batch of sends and receives, in the middle of 1F1B: if shapes are given, torch 2.13 and
-    2.14 connect only pairs of ranks before that batch (see the TODO in their `_warmup_p2p`).
-    """
-    all_reduce_sum(pp, torch.zeros(1, device=device))
 
 
 class RankSchedule(NamedTuple):

@@ -78,16 +78,8 @@ def build_schedule_order(
     if SCHEDULES[name].stages_per_rank == 1:
         # Not from torch (2.13), which lists GPipe and 1F1B with one micro-batch too many.
         return [_one_stage_order(name, rank, ranks, microbatches) for rank in range(ranks)]
-    rows = _torch_order(name, ranks, stages, microbatches)
-    return [[action for cell in row for action in _from_torch_action(cell)] for row in rows]
-
-
-def _torch_order(name: str, ranks: int, stages: int, microbatches: int) -> list[list]:
-    """The actions of each rank by torch's class of the schedule.
-
-    Like torch's own visualizer (2.11 to 2.15), without a process group; unlike it, without its
-    mocked stages and without the transfers, which take most of its time.
-    """
+    # By torch's class, as in torch's own visualizer (2.11 to 2.15), without a process group; unlike
+    # there, without its mocked stages and without the transfers, which take most of its time.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # it adds transfers and all-gathers to the order, which is complete before
@@ -95,7 +87,8 @@ def _torch_order(name: str, ranks: int, stages: int, microbatches: int) -> list[
     order_only: Any = type(name, (get_schedule_class(name),), without_transfers)
     stage = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=stages, submod=None)
     schedule = order_only([stage] * (stages // ranks), microbatches)
-    return [schedule.pipeline_order[rank] for rank in range(ranks)]
+    rows = (schedule.pipeline_order[rank] for rank in range(ranks))
+    return [[action for cell in row for action in _from_torch_action(cell)] for row in rows]
 
 
 def _one_stage_order(name: str, rank: int, ranks: int, microbatches: int) -> list[PipelineAction]:

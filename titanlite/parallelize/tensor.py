@@ -123,33 +123,19 @@ def apply_tensor_parallel(
     }
     styles = {}
     for name, role in roles.items():
-        linear = _select_linear_styles(name, model, roles, linear_styles_of)
+        layers = [name]
+        if role == "gather_sequence":  # styles of the layers that it gathers for, if they agree
+            layers = [
+                layer
+                for layer, its_role in roles.items()
+                if layer.startswith(f"{name}.") and TENSOR_PARALLEL_ROLES[its_role].gathered_input
+            ]
+        linears = [m for m in map(model.get_submodule, layers) if isinstance(m, nn.Linear)]
+        kinds = {linear_styles_of(each) for each in linears}
+        linear = kinds.pop() if len(kinds) == 1 else DEFAULT_STYLES
         options = StyleOptions(head_width, loss_parallel, linear)
         styles[name] = TENSOR_PARALLEL_ROLES[role].style(options)
     parallelize_module(model, tp, styles)
-
-
-def _select_linear_styles(
-    name: str,
-    model: nn.Module,
-    roles: Mapping[str, str],
-    linear_styles_of: Callable[[nn.Module], LinearStyles],
-) -> LinearStyles:
-    """The styles for the module `name`.
-
-    A "gather_sequence" module has the styles of the layers whose input it gathers, or the default
-    styles if those layers differ.
-    """
-    names = [name]
-    if roles[name] == "gather_sequence":
-        names = [
-            layer
-            for layer, role in roles.items()
-            if layer.startswith(f"{name}.") and TENSOR_PARALLEL_ROLES[role].gathered_input
-        ]
-    layers = [model.get_submodule(layer) for layer in names]
-    styles = {linear_styles_of(layer) for layer in layers if isinstance(layer, nn.Linear)}
-    return styles.pop() if len(styles) == 1 else DEFAULT_STYLES
 
 
 def weight_shard_size(
