@@ -10,6 +10,7 @@ from torch import nn
 
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts
+from titanlite.parallelize.fsdp import REDUCE_DTYPE
 from titanlite_planner.memory.optimizer_state import optimizer_state_bytes
 from titanlite_planner.model_shape import shape_of
 from titanlite_planner.workload import (
@@ -91,7 +92,7 @@ def _numerics_of(job: Job) -> Numerics:
         activation_bytes=transforms.compute_dtype.itemsize,
         float8_gather=matmuls == "float8" and float8.enable_fsdp_float8_all_gather,
         float8_rowwise=float8.recipe_name not in (None, "", "tensorwise"),
-        reduce_bytes=transforms.reduce_dtype.itemsize,
+        reduce_bytes=REDUCE_DTYPE.itemsize,
     )
 
 

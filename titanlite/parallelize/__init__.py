@@ -56,7 +56,6 @@ class ModelTransforms:
     float8: Float8Config = field(default_factory=Float8Config)
     param_dtype: torch.dtype = torch.float32  # weights, gradients; state: see optimizer.state_dtype
     compute_dtype: torch.dtype = torch.float32  # weights and activations in forward and backward
-    reduce_dtype: torch.dtype = torch.float32  # gradient reduction across ranks
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
     attention_kernel: str | None = None  # None: torch selects one
     load_balancing: LoadBalancing = NO_BALANCING  # of the experts
@@ -139,8 +138,7 @@ def parallelize(
     reshard = config.fsdp_reshard_after_forward
     if reshard == "default" and config.pipeline_parallel_degree > 1:
         reshard = "never"  # one all-gather for each of the micro-batches in a row would be too slow
-    dtypes = transforms.compute_dtype, transforms.reduce_dtype
-    policy = FSDPPolicy(*dtypes, reshard, transforms.cpu_offload)
+    policy = FSDPPolicy(transforms.compute_dtype, reshard, transforms.cpu_offload)
     experts = expert_groups(blocks, mesh.experts)
     # last: shards and casts what is still replicated
     apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, policy, experts)

@@ -30,10 +30,7 @@ class SequenceShard:
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         """Positions [length / ranks] of this rank's tokens in sequences of `length` tokens."""
-        if self.ranks == 1:
-            return torch.arange(length, device=device)
-        chunks = self._chunks_of_sequence(length)
-        return torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks])
+        return self.select(torch.arange(length, device=device)[None])[0]
 
     def select(self, batch: Tensor) -> Tensor:
         """This rank's tokens [B, T / ranks] of a batch of full sequences [B, T]."""

@@ -30,8 +30,6 @@ from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 SECTION = "quantize.linear.float8"
 AUTO_FILTER = "auto_filter_small_kn"  # special value in filter_fqns, as in torchtitan
 ALIGNMENT = 16  # Float8 tensor cores need sizes that are multiples of it
-
-
 FLOAT8_FALLBACK_SINCE = "2.13"  # torch version; for the fallback see `compiles_float8`
 
 
@@ -252,9 +250,6 @@ def build_float8_scale_update(
     if not gathers or not precompute:
         return lambda: None
     return partial(torchao().precompute_float8_dynamic_scale_for_fsdp, model)
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def check_float8(

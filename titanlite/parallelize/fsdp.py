@@ -26,13 +26,14 @@ from torch.distributed.tensor import Shard
 
 from titanlite.distributed.collectives import local_shard
 
+REDUCE_DTYPE = torch.float32  # of gradients while they are reduced
+
 
 @dataclass(frozen=True)
 class FSDPPolicy:
     """Precision and memory options of `apply_fsdp`."""
 
     compute_dtype: torch.dtype  # of all-gathered weights
-    reduce_dtype: torch.dtype  # of gradients while they are reduced
     reshard_after_forward: Literal["default", "always", "never"]
     # free gathered weights after forward; default: except the last group's, which backward
     # needs first
@@ -73,7 +74,7 @@ def apply_fsdp(
             shard_placement_fn=partial(_place_shards, mesh),
             # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
             mp_policy=MixedPrecisionPolicy(
-                policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
+                policy.compute_dtype, REDUCE_DTYPE, cast_forward_inputs=False
             ),
             offload_policy=offload_policy,
         )

@@ -115,12 +115,9 @@ def _partition_by_count(
             f" for the first and {counts[-1]} for the last of {stages} stages.",
             fix="Use smaller numbers, or remove all keys that count layers, to balance by cost.",
         )
-    first_block, end_block = names.index(blocks[0]), names.index(blocks[-1]) + 1
-    edges = [0, *accumulate(counts)]
-    partition = [blocks[a:b] for a, b in pairwise(edges)]
-    partition[0] = names[:first_block] + partition[0]
-    partition[-1] = partition[-1] + names[end_block:]
-    return partition
+    first_block = names.index(blocks[0])
+    edges = [0, *(first_block + end for end in accumulate(counts[:-1])), len(names)]
+    return [names[a:b] for a, b in pairwise(edges)]
 
 
 def _less_layers(config: ParallelismConfig) -> tuple[int, int]:
