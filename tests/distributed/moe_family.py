@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
+from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes
 from titanlite.models.llama import Attention, TransformerBlock
 from titanlite.models.spec import ModelSpec
 
@@ -18,26 +18,12 @@ class MoESizes(Llama3Sizes):
     experts: ExpertSizes = EXPERTS
 
 
-class ExpertBlock(TransformerBlock):
-    """A block with a mixture of experts."""
-
-    def __init__(self, sizes: MoESizes):
-        super().__init__(sizes, Attention(sizes))
-        del self.feed_forward
-        self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
-
-    def forward(self, x, rope, documents=None, cache=None):
-        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
-        return x + self.moe(self.ffn_norm(x))
-
-
 class MoELlama(Llama):
     """Llama with experts in all blocks but the first."""
 
     def __init__(self, sizes: MoESizes):
         super().__init__(sizes)
-        for number in range(1, sizes.n_layers):
-            self.layers[str(number)] = ExpertBlock(sizes)
+        self.layers["0"] = TransformerBlock(sizes, Attention(sizes))
 
 
 MOE_FAMILY: ModelSpec[MoESizes] = replace(

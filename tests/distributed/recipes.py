@@ -66,7 +66,7 @@ def with_router(experts: ExpertSizes, **changes) -> Recipe:
 # A token has one of 8 experts, and there are so few tokens that some ranks of experts get none.
 SPARSE = with_router(ExpertSizes(8, active=1, hidden_dim=24, normalize=False), batch=4, seq_len=2)
 SOFTMAX = with_router(
-    ExpertSizes(count=6, active=2, hidden_dim=20, shared_dim=16, shared_gate=True),
+    ExpertSizes(count=6, active=2, hidden_dim=20, shared_dim=16),
     steps=3,
     balancing=LoadBalancing(aux_loss_coef=0.5, z_loss_coef=0.1),
 )

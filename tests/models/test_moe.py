@@ -29,7 +29,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.recipe import MatrixFacts
 from titanlite_planner.model_shape import shape_of
 
-SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16, shared_gate=True)
+SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16)
 GROUPED = ExpertSizes(
     count=8,
     active=3,
@@ -85,8 +85,7 @@ def reference(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
         shared = moe.shared_experts
         tokens = x.flatten(0, 1)
         hidden = F.silu(tokens @ shared.w1.weight.T) * (tokens @ shared.w3.weight.T)
-        gate = 1.0 if shared.gate is None else (tokens @ shared.gate.weight.T).sigmoid()
-        out = out + hidden @ shared.w2.weight.T * gate
+        out = out + hidden @ shared.w2.weight.T
     return out.view_as(x)
 
 

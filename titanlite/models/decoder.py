@@ -1,4 +1,4 @@
-"""What decoder-only families share: everything around their blocks."""
+"""What decoder-only families share: SwiGLU, and everything around their blocks."""
 
 from __future__ import annotations
 
@@ -69,6 +69,19 @@ class _LowPrecisionLookup(torch.autograd.Function):
         embedding_backward = torch.ops.aten.embedding_dense_backward
         weight_grad = embedding_backward(grad.float(), tokens, ctx.vocab_size, -1, False)
         return None, weight_grad.to(grad.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Decoder(nn.Module):

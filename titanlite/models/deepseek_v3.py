@@ -20,7 +20,6 @@ from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama import TransformerBlock
-from titanlite.models.mixtral import ExpertBlock
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
 from titanlite.models.spec import ModelSpec
@@ -161,10 +160,8 @@ class DeepSeekV3(RotaryDecoder):
 
     def __init__(self, sizes: DeepSeekV3Sizes):
         def build_block(index: int) -> nn.Module:
-            attention = DeepSeekAttention(sizes)
-            if index < sizes.n_dense_layers:
-                return TransformerBlock(sizes, attention)
-            return ExpertBlock(sizes, attention, sizes.experts)
+            experts = sizes.experts if index >= sizes.n_dense_layers else None
+            return TransformerBlock(sizes, DeepSeekAttention(sizes), experts)
 
         rotary = (sizes.qk_rope_head_dim, sizes.rope_theta, sizes.rope_scaling)
         super().__init__(sizes, build_block, rotary)

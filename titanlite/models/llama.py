@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.errors import CheckpointError
@@ -14,8 +13,17 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import Rope, Rotary, RotaryDecoder, check_heads, tied_output
+from titanlite.models.decoder import (
+    FeedForward,
+    Rope,
+    Rotary,
+    RotaryDecoder,
+    check_heads,
+    tied_output,
+)
+from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
+from titanlite.models.router import ExpertSizes
 from titanlite.models.sizes import ModelSizes
 from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
@@ -34,7 +42,7 @@ class LlamaSizes:
     rope_theta: size.RopeTheta = 1_000_000.0
 
     # of the families that do not have these keys
-    head_dim = 0
+    head_dim = window = 0
     qk_norm = tied_embeddings = False
 
     @property
@@ -51,6 +59,11 @@ class LlamaSizes:
     def rotary(self) -> Rotary:
         """How queries and keys are rotated."""
         return self.head_width, self.rope_theta, self.rope_scaling
+
+    @property
+    def experts(self) -> ExpertSizes | None:
+        """What the blocks have in place of a feed-forward layer; None: no experts."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -73,12 +86,9 @@ class Llama3Sizes(LlamaSizes):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k.
+    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k."""
 
-    `window`: tokens that a token attends to, itself included; 0: all up to itself.
-    """
-
-    def __init__(self, sizes: LlamaSizes, window: int = 0):
+    def __init__(self, sizes: LlamaSizes):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
@@ -86,7 +96,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.wv = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, sizes.dim, bias=False)
-        self.attend = CausalAttention(window=window)
+        self.attend = CausalAttention(window=sizes.window)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if sizes.qk_norm:
@@ -114,28 +124,22 @@ class Attention(nn.Module):
         return q, self.k_norm(self.wk(x).unflatten(-1, heads))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, sizes: ModelSizes):
-        super().__init__()
-        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
-        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
-        self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream."""
+    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream.
 
-    def __init__(self, sizes: ModelSizes, attention: nn.Module):
+    With `experts`, the feed-forward layer is a mixture of them.
+    """
+
+    def __init__(self, sizes: ModelSizes, attention: nn.Module, experts: ExpertSizes | None = None):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.feed_forward = FeedForward(sizes)
+        self.has_experts = experts is not None
+        if experts is None:
+            self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
+        else:
+            self.moe = MixtureOfExperts(sizes.dim, experts)
 
     def forward(
         self,
@@ -145,16 +149,18 @@ class TransformerBlock(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, documents, cache)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe if self.has_experts else self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class Llama(RotaryDecoder):
-    """The transformer of Llama 3, 3.1 and 3.2."""
+    """The transformer of Llama, and of the families that only have other sizes of these blocks."""
 
-    def __init__(self, sizes: Llama3Sizes):
-        super().__init__(
-            sizes, lambda index: TransformerBlock(sizes, Attention(sizes)), sizes.rotary
-        )
+    def __init__(self, sizes: Any):  # LlamaSizes, with what a family adds
+        def build_block(index: int) -> nn.Module:
+            return TransformerBlock(sizes, Attention(sizes), sizes.experts)
+
+        super().__init__(sizes, build_block, sizes.rotary)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -9,15 +9,7 @@ from typing import Annotated, Any
 from titanlite.errors import CheckpointError
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder
-from titanlite.models.llama import (
-    DERIVED,
-    LLAMA3,
-    NAMES,
-    Attention,
-    LlamaSizes,
-    TransformerBlock,
-)
+from titanlite.models.llama import DERIVED, LLAMA3, NAMES, LlamaSizes
 from titanlite.settings import Range
 
 
@@ -31,17 +23,6 @@ class MistralSizes(LlamaSizes):
     head_dim: size.HeadDim = 0
     norm_eps: size.NormEps = 1e-5
     window: Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"] = 0
-
-
-class Mistral(RotaryDecoder):
-    """The transformer of Mistral 7B."""
-
-    def __init__(self, sizes: MistralSizes):
-        super().__init__(
-            sizes,
-            lambda index: TransformerBlock(sizes, Attention(sizes, sizes.window)),
-            sizes.rotary,
-        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -107,6 +88,5 @@ MISTRAL = replace(
     LLAMA3,
     name="mistral",
     flavors=FLAVORS,
-    build=Mistral,
     hugging_face=MISTRAL_CONFIG.mapping(NAMES, DERIVED, write_mistral_config, read_mistral_config),
 )

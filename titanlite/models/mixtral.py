@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 
-from torch import Tensor, nn
-
 from titanlite.errors import ConfigError
-from titanlite.kernels.attention import KeyValueCache
-from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder, check_heads
-from titanlite.models.llama import DERIVED, INIT_ROLES, LLAMA3, TP_PLAN, Attention, LlamaSizes
+from titanlite.models.decoder import check_heads
+from titanlite.models.llama import DERIVED, INIT_ROLES, LLAMA3, TP_PLAN, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
-from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.sizes import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -41,36 +35,6 @@ class MixtralSizes(LlamaSizes):
     @property
     def experts(self) -> ExpertSizes:
         return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
-
-
-class ExpertBlock(nn.Module):
-    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual."""
-
-    def __init__(self, sizes: ModelSizes, attention: nn.Module, experts: ExpertSizes):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = attention
-        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.moe = MixtureOfExperts(sizes.dim, experts)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
-        return x + self.moe(self.ffn_norm(x))
-
-
-class Mixtral(RotaryDecoder):
-    """The transformer of Mixtral 8x7B and 8x22B."""
-
-    def __init__(self, sizes: MixtralSizes):
-        super().__init__(
-            sizes, lambda index: ExpertBlock(sizes, Attention(sizes), sizes.experts), sizes.rotary
-        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -146,7 +110,6 @@ MIXTRAL = replace(
     LLAMA3,
     name="mixtral",
     flavors=FLAVORS,
-    build=Mixtral,
     tp_plan=EXPERT_TP_PLAN,
     init_roles=EXPERT_INIT_ROLES,
     hugging_face=MIXTRAL_CONFIG.mapping(NAMES, DERIVED),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.kernels.grouped import grouped_matmul, row_groups
+from titanlite.models.decoder import FeedForward
 from titanlite.models.router import ExpertSizes, Router
 
 
@@ -35,21 +36,6 @@ def compute_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tenso
     groups = row_groups(counts, x, w1, w2, w3)
     hidden = F.silu(grouped_matmul(x, w1, groups)) * grouped_matmul(x, w3, groups)
     return grouped_matmul(hidden, w2, groups)
-
-
-class SharedExperts(nn.Module):
-    """The experts that compute every token, as one SwiGLU."""
-
-    def __init__(self, dim: int, hidden_dim: int, gated: bool = False):
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
-        self.gate = nn.Linear(dim, 1, bias=False) if gated else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return out if self.gate is None else out * self.gate(x).sigmoid()
 
 
 class TokenDispatch(Protocol):
@@ -78,9 +64,7 @@ class MixtureOfExperts(nn.Module):
         self.sizes = sizes
         self.router = Router(dim, sizes)
         self.experts = GroupedExperts(dim, sizes)
-        self.shared_experts: SharedExperts | None = None
-        if sizes.shared_dim:
-            self.shared_experts = SharedExperts(dim, sizes.shared_dim, sizes.shared_gate)
+        self.shared_experts = FeedForward(dim, sizes.shared_dim) if sizes.shared_dim else None
         self._dispatch: TokenDispatch = compute_locally
 
     def use_dispatch(self, dispatch: TokenDispatch) -> None:

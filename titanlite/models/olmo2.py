@@ -13,8 +13,8 @@ from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import Rope, RotaryDecoder
-from titanlite.models.llama import DERIVED, LLAMA3, Attention, FeedForward, LlamaSizes
+from titanlite.models.decoder import FeedForward, Rope, RotaryDecoder
+from titanlite.models.llama import DERIVED, LLAMA3, Attention, LlamaSizes
 from titanlite.models.qwen3 import NAMES as QWEN3_NAMES
 
 
@@ -52,7 +52,7 @@ class Olmo2Block(nn.Module):
         super().__init__()
         self.attention = Olmo2Attention(sizes)
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.feed_forward = FeedForward(sizes)
+        self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
 
     def forward(

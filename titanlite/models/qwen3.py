@@ -8,8 +8,7 @@ from typing import Annotated
 
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder
-from titanlite.models.llama import DERIVED, LLAMA3, Attention, LlamaSizes, TransformerBlock
+from titanlite.models.llama import DERIVED, LLAMA3, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.settings import Range
 
@@ -25,15 +24,6 @@ class Qwen3Sizes(LlamaSizes):
     tied_embeddings: size.TiedEmbeddings = False
 
     qk_norm = True
-
-
-class Qwen3(RotaryDecoder):
-    """The transformer of Qwen3."""
-
-    def __init__(self, sizes: Qwen3Sizes):
-        super().__init__(
-            sizes, lambda index: TransformerBlock(sizes, Attention(sizes)), sizes.rotary
-        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -82,6 +72,5 @@ QWEN3 = replace(
         ("debugmodel_moe", "30B-A3B", "235B-A22B"),
         'Set model.name = "qwen3_moe": this flavor has experts.',
     ),
-    build=Qwen3,
     hugging_face=QWEN3_CONFIG.mapping(NAMES, DERIVED),
 )

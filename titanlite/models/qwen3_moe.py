@@ -9,13 +9,12 @@ from typing import Annotated, Any
 
 from titanlite.models import sizes as size
 from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import RotaryDecoder, check_heads
-from titanlite.models.llama import DERIVED, Attention
+from titanlite.models.decoder import check_heads
+from titanlite.models.llama import DERIVED
 from titanlite.models.mixtral import (
     DENSE_KEYS,
     DENSE_NAMES,
     MIXTRAL,
-    ExpertBlock,
     MixtralSizes,
     hugging_face_balancing,
 )
@@ -35,15 +34,6 @@ class Qwen3MoESizes(MixtralSizes):
     norm_eps: size.NormEps = 1e-6
 
     qk_norm = True
-
-
-class Qwen3MoE(RotaryDecoder):
-    """The transformer of Qwen3 30B-A3B and 235B-A22B."""
-
-    def __init__(self, sizes: Qwen3MoESizes):
-        super().__init__(
-            sizes, lambda index: ExpertBlock(sizes, Attention(sizes), sizes.experts), sizes.rotary
-        )
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -118,7 +108,6 @@ QWEN3_MOE = replace(
     MIXTRAL,
     name="qwen3_moe",
     flavors=FLAVORS,
-    build=Qwen3MoE,
     hugging_face=QWEN3_MOE_CONFIG.mapping(
         NAMES, DERIVED, write_qwen3_moe_config, read_qwen3_moe_config
     ),

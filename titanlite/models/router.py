@@ -21,7 +21,6 @@ class ExpertSizes:
     active: int  # experts that compute a token
     hidden_dim: int  # hidden width of one expert
     shared_dim: int = 0  # hidden width of the experts that compute every token; 0: none
-    shared_gate: bool = False  # multiply the output of the shared experts by a sigmoid gate
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the logits of all experts
     normalize: bool = True  # divide the weights of a token by their sum, if they are several
     route_scale: float = 1.0  # factor of the weights, after that

@@ -25,7 +25,7 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes
-from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
+from titanlite.models.moe import GroupedExperts, MixtureOfExperts, compute_experts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor_styles import (
@@ -47,8 +47,9 @@ def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
     for path, module in model.named_modules():
         if isinstance(module, GroupedExperts):
             dims.update({f"{path}.{name}": dim for name, dim in EXPERT_HIDDEN_DIMS.items()})
-        if isinstance(module, SharedExperts):
-            dims.update({f"{path}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()})
+        if isinstance(module, MixtureOfExperts) and module.shared_experts is not None:
+            shared = f"{path}.shared_experts"
+            dims |= {f"{shared}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()}
     return dims
 
 
@@ -140,7 +141,7 @@ def _replicated_linear_forward(layer: nn.Linear, dtype: torch.dtype | None, x: T
     return F.linear(x.to(dtype), replicated_local(layer.weight).to(dtype))
 
 
-def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
+def _shard_shared_experts(shared: nn.Module, tp: DeviceMesh) -> None:
     """Shard the hidden width; the output of each rank is one summand of the whole output."""
     for name, dim in SHARED_HIDDEN_DIMS.items():
         layer = shared.get_submodule(name)
@@ -151,8 +152,6 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
         else:  # Float8, whose scales are those of the whole operands: DTensor reduces them
             of_dtensors = _colwise_forward if dim == 0 else _rowwise_forward
             _replace_forward(layer, partial(of_dtensors, layer.forward, tp))
-    if shared.gate is not None:
-        _replicate_linear(shared.gate, tp)
 
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
