@@ -21,5 +21,4 @@ EXPERT_LLAMA: ModelSpec[ExpertLlamaSizes] = replace(
     LLAMA3,
     name="expert_llama",
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
-    experts=lambda sizes: sizes.experts,
 )

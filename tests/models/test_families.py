@@ -26,6 +26,8 @@ class TinySizes:
     hidden_dim: int
     vocab_size: int
 
+    tied_embeddings = False
+
     @property
     def head_width(self) -> int:
         return self.dim // self.n_heads
@@ -45,7 +47,6 @@ TINY = replace(
     flavors={"mini": TinySizes(32, 2, 4, 2, 48, vocab_size=61)},
     build=lambda sizes: Llama(sizes.as_llama()),
     check_sizes=check_tiny_sizes,
-    tied_parameters=lambda sizes: [],
 )
 
 

@@ -153,11 +153,6 @@ class RotaryDecoder(Decoder):
         return rope_cos_sin(positions, *self.rotary)
 
 
-def tied_output(sizes: ModelSizes) -> list[tuple[str, str]]:
-    """The output weights and the embedding they are tied to, or an empty list."""
-    return [("output.weight", "tok_embeddings.weight")] if sizes.tied_embeddings else []
-
-
 def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
     """Reject numbers of heads that do not fit together, and odd head widths."""
     if sizes.n_heads % sizes.n_kv_heads:

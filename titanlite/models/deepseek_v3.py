@@ -72,7 +72,9 @@ class DeepSeekV3Sizes:
         return YarnScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
 
     @property
-    def experts(self) -> ExpertSizes:
+    def experts(self) -> ExpertSizes | None:
+        if self.n_dense_layers >= self.n_layers:
+            return None
         return ExpertSizes(
             count=self.n_experts,
             active=self.n_active_experts,
@@ -399,10 +401,8 @@ DEEPSEEK_V3 = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},
     parameter_roles=ROLES,
-    tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
-    experts=lambda sizes: sizes.experts if sizes.n_dense_layers < sizes.n_layers else None,
     # section 4.2 of the report, as the standard deviation
     load_balancing=lambda sizes: LoadBalancing(bias_update_rate=0.001),
     init_std=0.006,

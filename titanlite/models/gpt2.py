@@ -18,7 +18,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import ConfigFormat, HuggingFaceMapping, StoredPart
-from titanlite.models.decoder import Decoder, PositionEmbedding, tied_output
+from titanlite.models.decoder import Decoder, PositionEmbedding
 from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
@@ -267,7 +267,6 @@ GPT2_FAMILY = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_gpt2_sizes,
     head_projections=["layers.*.attention.w[qkv]"],

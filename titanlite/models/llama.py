@@ -13,14 +13,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.decoder import (
-    FeedForward,
-    Rope,
-    Rotary,
-    RotaryDecoder,
-    check_heads,
-    tied_output,
-)
+from titanlite.models.decoder import FeedForward, Rope, Rotary, RotaryDecoder, check_heads
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
 from titanlite.models.router import ExpertSizes
@@ -286,7 +279,6 @@ LLAMA3: ModelSpec[Any] = ModelSpec(
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
     parameter_roles=ROLES,
-    tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,
     head_projections=["layers.*.attention.w[qkv]"],

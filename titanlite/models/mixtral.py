@@ -114,6 +114,5 @@ MIXTRAL = replace(
     init_roles=EXPERT_INIT_ROLES,
     hugging_face=MIXTRAL_CONFIG.mapping(NAMES, DERIVED),
     check_sizes=check_mixtral_sizes,
-    experts=lambda sizes: sizes.experts,
     load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),
 )

@@ -93,8 +93,6 @@ class ModelSpec(Generic[SizesT]):
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
     parameter_roles: Mapping[str, str]
     # parameter name pattern -> one of PARAMETER_ROLES; the first match applies
-    tied_parameters: Callable[[SizesT], list[tuple[str, str]]]
-    # pairs of parameter names; the first is the same parameter as the second
     hugging_face: HuggingFaceMapping[SizesT]
     check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
     # reject sizes that do not fit together; those of experts are checked for every family
@@ -104,13 +102,20 @@ class ModelSpec(Generic[SizesT]):
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
-    experts: Callable[[SizesT], ExpertSizes | None] = lambda sizes: None
-    # experts of the blocks that have a MixtureOfExperts; None: no block has one
     load_balancing: Callable[[SizesT], LoadBalancing] = lambda sizes: NO_BALANCING
     # unless [experts] says otherwise
     init_std: float = 0.02  # of initial weights, by `init_roles`; as GPT-2 and most models since
     flavor_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # flavors of torchtitan that are other models here -> what to use
+
+    def tied_parameters(self, sizes: SizesT) -> list[tuple[str, str]]:
+        """Pairs of parameter names; the first is the same parameter as the second."""
+        output = f"{self.output_path}.weight"
+        return [(output, "tok_embeddings.weight")] if sizes.tied_embeddings else []
+
+    def experts(self, sizes: SizesT) -> ExpertSizes | None:
+        """The experts of the blocks that have a MixtureOfExperts; None: no block has one."""
+        return getattr(sizes, "experts", None)
 
     def find_size_problems(self, sizes: SizesT) -> Iterator[ConfigError]:
         """What `check_sizes` rejects, and numbers of experts that do not fit together."""
