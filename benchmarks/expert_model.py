@@ -20,5 +20,4 @@ class ExpertLlamaSizes(Llama3Sizes):
 EXPERT_LLAMA: ModelSpec[ExpertLlamaSizes] = replace(
     LLAMA3,
     name="expert_llama",
-    init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
 )

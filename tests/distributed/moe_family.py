@@ -31,5 +31,4 @@ MOE_FAMILY: ModelSpec[MoESizes] = replace(
     name="moe",
     flavors={"mini": MoESizes(32, 3, 4, 2, 88, vocab_size=509, rope_theta=1e4)},
     build=MoELlama,
-    init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
-
-from titanlite.models import LLAMA3, Llama, Llama3Sizes
+from titanlite.models import LLAMA3, Llama3Sizes
 from titanlite.models.spec import ModelSpec
 
 
@@ -14,24 +12,13 @@ from titanlite.models.spec import ModelSpec
 class QkvBiasSizes(Llama3Sizes):
     """Sizes of a Llama with biases on queries, keys and values."""
 
-
-class QkvBiasLlama(Llama):
-    """Llama with biases on queries, keys and values."""
-
-    def __init__(self, sizes: QkvBiasSizes):
-        super().__init__(sizes)
-        for block in self.layers.values():
-            for name in ("wq", "wk", "wv"):
-                rows = getattr(block.attention, name).out_features
-                setattr(block.attention, name, nn.Linear(sizes.dim, rows))
+    qkv_bias = True
 
 
 QKV_BIAS_FAMILY: ModelSpec[QkvBiasSizes] = replace(
     LLAMA3,
     name="qkv_bias",
     flavors={"mini": QkvBiasSizes(32, 2, 4, 2, 88, vocab_size=509, rope_theta=1e4)},
-    build=QkvBiasLlama,
     # random biases: those of zeros would hide a bias that a layout shards wrongly
     init_roles={"*.w[qkv].bias": "normal", **LLAMA3.init_roles},
-    parameter_roles={"*.wq.bias": "query_bias", "*.bias": "gain", **LLAMA3.parameter_roles},
 )

@@ -6,7 +6,7 @@ Its multi-token prediction, an extra block used in training only, is not impleme
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -19,10 +19,10 @@ from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import Rope, RotaryDecoder
-from titanlite.models.llama import TransformerBlock
+from titanlite.models.llama import LLAMA3, TransformerBlock
+from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
-from titanlite.models.spec import ModelSpec
 from titanlite.settings import Range
 
 # Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
@@ -172,20 +172,13 @@ class DeepSeekV3(RotaryDecoder):
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
-    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    **LLAMA_NAMES,
     "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
     "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
     "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
     "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
     "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
     "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
-    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
-    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
     "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
@@ -194,8 +187,6 @@ NAMES = {
     "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
     "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
     "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
 }  # the rotated features are in the published order: pairs are (2i, 2i + 1)
 
 OWN_KEYS = {
@@ -340,33 +331,14 @@ FLAVOR_HINTS = {
 }
 
 TP_PLAN = {
-    "tok_embeddings": "vocab_in",
-    "layers.*.attention_norm": "sequence",
-    "layers.*.attention": "gather_sequence",
-    "layers.*.attention.wq": "colwise",
+    **LLAMA3.tp_plan,
     "layers.*.attention.w*_a": "replicated",  # narrow: every rank computes them for all tokens
-    "layers.*.attention.*_norm": "replicated",
+    "layers.*.attention.q_norm": "replicated",
+    "layers.*.attention.kv_norm": "replicated",
     "layers.*.attention.w*_b": "colwise",
     "layers.*.attention.shared_key": "shared_by_heads",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward": "gather_sequence",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w3": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "norm": "sequence",
-    "output": "vocab_out",
 }
-
-ROLES = {
-    "tok_embeddings.weight": "embedding",
-    "output.weight": "output",
-    "norm.weight": "output_gain",
-    "*norm.weight": "gain",
-    "*.attention.wq.weight": "query",
-    "*.attention.wq_b.weight": "query",
-    "*": "hidden",
-}
+ROLES = {"*.wq_b.weight": "query", **LLAMA3.parameter_roles, "*.q_norm.weight": "gain"}
 
 
 def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
@@ -393,7 +365,8 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
         )
 
 
-DEEPSEEK_V3 = ModelSpec(
+DEEPSEEK_V3 = replace(
+    LLAMA3,
     name="deepseek_v3",
     flavors=FLAVORS,
     flavor_hints=FLAVOR_HINTS,
@@ -403,6 +376,7 @@ DEEPSEEK_V3 = ModelSpec(
     parameter_roles=ROLES,
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
+    head_projections=(),
     # section 4.2 of the report, as the standard deviation
     load_balancing=lambda sizes: LoadBalancing(bias_update_rate=0.001),
     init_std=0.006,

@@ -7,7 +7,7 @@ before attention and feed-forward, learned positions, GELU, biases, tied embeddi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import ConfigFormat, HuggingFaceMapping, StoredPart
 from titanlite.models.decoder import Decoder, PositionEmbedding
-from titanlite.models.spec import ModelSpec
+from titanlite.models.llama import LLAMA3
 from titanlite.settings import Range
 
 
@@ -217,40 +217,6 @@ FLAVORS = {
     "1.5B": GPT2Sizes(1600, 48, 25, 6400),
 }
 
-TP_PLAN = {
-    "tok_embeddings": "vocab_in",
-    "pos_embeddings": "positions",
-    "layers.*.attention_norm": "sequence",
-    "layers.*.attention": "gather_sequence",
-    "layers.*.attention.w[qkv]": "colwise",
-    "layers.*.attention.wo": "rowwise",
-    "layers.*.ffn_norm": "sequence",
-    "layers.*.feed_forward": "gather_sequence",
-    "layers.*.feed_forward.w1": "colwise",
-    "layers.*.feed_forward.w2": "rowwise",
-    "norm": "sequence",
-    "output": "vocab_out",
-}
-
-INIT_ROLES = {
-    "*.bias": "zeros",
-    "*norm.weight": "ones",
-    "*.wo.weight": "residual",  # scaled down by depth, so that the residual stream does not grow
-    "*.w2.weight": "residual",
-    "*": "normal",
-}
-
-ROLES = {
-    "*_embeddings.weight": "embedding",
-    "output.weight": "output",
-    "norm.*": "output_gain",
-    "*.wq.bias": "query_bias",
-    "*norm.weight": "gain",
-    "*.bias": "gain",
-    "*.wq.weight": "query",
-    "*": "hidden",
-}
-
 
 def check_gpt2_sizes(sizes: GPT2Sizes) -> Iterator[ConfigError]:
     """Reject heads that do not divide the width."""
@@ -260,14 +226,12 @@ def check_gpt2_sizes(sizes: GPT2Sizes) -> Iterator[ConfigError]:
         )
 
 
-GPT2_FAMILY = ModelSpec(
+GPT2_FAMILY = replace(
+    LLAMA3,
     name="gpt2",
     flavors=FLAVORS,
     build=GPT2,
-    tp_plan=TP_PLAN,
-    init_roles=INIT_ROLES,
-    parameter_roles=ROLES,
+    tp_plan={**LLAMA3.tp_plan, "pos_embeddings": "positions"},
     hugging_face=HUGGING_FACE,
     check_sizes=check_gpt2_sizes,
-    head_projections=["layers.*.attention.w[qkv]"],
 )

@@ -36,7 +36,7 @@ class LlamaSizes:
 
     # of the families that do not have these keys
     head_dim = window = 0
-    qk_norm = tied_embeddings = False
+    qkv_bias = qk_norm = tied_embeddings = False
 
     @property
     def head_width(self) -> int:
@@ -79,15 +79,18 @@ class Llama3Sizes(LlamaSizes):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k."""
+    """Grouped-query causal attention with rotary embedding.
+
+    Optional: biases of queries, keys and values, and an RMSNorm of each query and key head.
+    """
 
     def __init__(self, sizes: LlamaSizes):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
-        self.wq = nn.Linear(sizes.dim, q_dim, bias=False)
-        self.wk = nn.Linear(sizes.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(sizes.dim, kv_dim, bias=False)
+        self.wq = nn.Linear(sizes.dim, q_dim, bias=sizes.qkv_bias)
+        self.wk = nn.Linear(sizes.dim, kv_dim, bias=sizes.qkv_bias)
+        self.wv = nn.Linear(sizes.dim, kv_dim, bias=sizes.qkv_bias)
         self.wo = nn.Linear(q_dim, sizes.dim, bias=False)
         self.attend = CausalAttention(window=sizes.window)
         self.q_norm: nn.Module = nn.Identity()
@@ -158,13 +161,18 @@ class Llama(RotaryDecoder):
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
-NAMES = {
+NAMES = {  # of every parameter that one of the families with these blocks has
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
     "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
     "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
     "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
     "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
+    "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
+    "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
     "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
     "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
     "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
@@ -255,19 +263,22 @@ TP_PLAN = {
 }
 
 INIT_ROLES = {
+    "*.bias": "zeros",
     "*norm.weight": "ones",
     "*.wo.weight": "residual",  # scaled down by depth, so that the residual stream does not grow
-    "*.w2.weight": "residual",
+    "*.w2*": "residual",  # of experts, too
     "*": "normal",
 }
 
 ROLES = {
-    "tok_embeddings.weight": "embedding",
+    "*_embeddings.weight": "embedding",
     "output.weight": "output",
-    "norm.weight": "output_gain",
+    "norm.*": "output_gain",
     "*.q_norm.weight": "query_gain",
     "*norm.weight": "gain",
     "*.wq.weight": "query",
+    "*.wq.bias": "query_bias",
+    "*.bias": "gain",
     "*": "hidden",
 }
 

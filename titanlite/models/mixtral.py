@@ -9,7 +9,7 @@ from titanlite.errors import ConfigError
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
 from titanlite.models.decoder import check_heads
-from titanlite.models.llama import DERIVED, INIT_ROLES, LLAMA3, TP_PLAN, LlamaSizes
+from titanlite.models.llama import DERIVED, LLAMA3, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.router import ExpertSizes, LoadBalancing
 
@@ -39,9 +39,8 @@ class MixtralSizes(LlamaSizes):
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
-DENSE_NAMES = {name: to for name, to in LLAMA_NAMES.items() if ".feed_forward." not in name}
 NAMES = {
-    **DENSE_NAMES,
+    **LLAMA_NAMES,
     "layers.*.moe.router.gate.weight": "model.layers.*.block_sparse_moe.gate.weight",
     "layers.*.moe.experts.w1": "model.layers.*.block_sparse_moe.experts.{expert}.w1.weight",
     "layers.*.moe.experts.w2": "model.layers.*.block_sparse_moe.experts.{expert}.w2.weight",
@@ -82,10 +81,6 @@ FLAVORS = {
     "8x22B": MixtralSizes(6144, 56, 48, 8, 16_384),
 }
 
-# The dense feed-forward layer of Llama is not there, and experts are sharded by their own rules.
-EXPERT_TP_PLAN = {name: role for name, role in TP_PLAN.items() if ".feed_forward" not in name}
-EXPERT_INIT_ROLES = {"*.w2*": "residual", **INIT_ROLES}
-
 
 def hugging_face_balancing(router_aux_loss_coef: float, sizes) -> LoadBalancing:
     """The balancing that the coefficient in a published config.json stands for.
@@ -110,8 +105,6 @@ MIXTRAL = replace(
     LLAMA3,
     name="mixtral",
     flavors=FLAVORS,
-    tp_plan=EXPERT_TP_PLAN,
-    init_roles=EXPERT_INIT_ROLES,
     hugging_face=MIXTRAL_CONFIG.mapping(NAMES, DERIVED),
     check_sizes=check_mixtral_sizes,
     load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),

@@ -15,7 +15,7 @@ from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import FeedForward, Rope, RotaryDecoder
 from titanlite.models.llama import DERIVED, LLAMA3, Attention, LlamaSizes
-from titanlite.models.qwen3 import NAMES as QWEN3_NAMES
+from titanlite.models.llama import NAMES as LLAMA_NAMES
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Olmo2(RotaryDecoder):
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 NAMES = {
-    **QWEN3_NAMES,
+    **LLAMA_NAMES,
     "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
     "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.llama import DERIVED, LLAMA3, LlamaSizes
-from titanlite.models.llama import NAMES as LLAMA_NAMES
+from titanlite.models.llama import DERIVED, LLAMA3, NAMES, LlamaSizes
 from titanlite.settings import Range
 
 
@@ -27,12 +26,6 @@ class Qwen3Sizes(LlamaSizes):
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
-
-NORM_NAMES = {
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-}
-NAMES = {**LLAMA_NAMES, **NORM_NAMES}
 
 QWEN3_CONFIG = ConfigFormat(
     family="qwen3",

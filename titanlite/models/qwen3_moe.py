@@ -11,14 +11,13 @@ from titanlite.models import sizes as size
 from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.decoder import check_heads
 from titanlite.models.llama import DERIVED
+from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.mixtral import (
     DENSE_KEYS,
-    DENSE_NAMES,
     MIXTRAL,
     MixtralSizes,
     hugging_face_balancing,
 )
-from titanlite.models.qwen3 import NORM_NAMES
 from titanlite.settings import Range
 
 
@@ -39,8 +38,7 @@ class Qwen3MoESizes(MixtralSizes):
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 NAMES = {
-    **DENSE_NAMES,
-    **NORM_NAMES,
+    **LLAMA_NAMES,
     "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
     "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
