@@ -202,7 +202,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"],
             1,
-            "has no such norm",
+            "has no such key",
         ),
         (
             ["--checkpoint.enable", "false", "--job.time_limit_minutes", "9"],

@@ -16,7 +16,7 @@ from tests.distributed.recipes import MOE as RECIPE
 from tests.distributed.recipes import MOE_SIZES as SIZES
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.models import FAMILIES, LLAMA3, ExpertSizes
+from titanlite.models import FAMILIES, LLAMA3, ExpertSizes, HuggingFaceMapping
 from titanlite.storage import StorageFolder
 
 MOE, THEIRS = "layers.*.moe", "model.layers.*.mlp"
@@ -30,21 +30,21 @@ NAMES = {
     f"{MOE}.shared_experts.w3.weight": f"{THEIRS}.shared_expert.up_proj.weight",
     f"{MOE}.shared_experts.w2.weight": f"{THEIRS}.shared_expert.down_proj.weight",
 }
+
+
+class MoEMapping(HuggingFaceMapping):
+    """A config.json that has our keys."""
+
+    def to_config(self, sizes, context):
+        return {"architectures": [self.architecture], **dataclasses.asdict(sizes)}
+
+    def from_config(self, config):
+        values = {field.name: config[field.name] for field in dataclasses.fields(MoESizes)}
+        return MoESizes(**values | {"experts": ExpertSizes(**config["experts"])})
+
+
 FAMILY = replace(
-    MOE_FAMILY,
-    hugging_face=replace(
-        LLAMA3.hugging_face,
-        architecture="MoEForCausalLM",
-        names=NAMES,
-        to_config=lambda sizes, _: {
-            "architectures": ["MoEForCausalLM"],
-            **dataclasses.asdict(sizes),
-        },
-        from_config=lambda config: MoESizes(
-            **{f.name: config[f.name] for f in dataclasses.fields(MoESizes) if f.name != "experts"},
-            experts=ExpertSizes(**config["experts"]),
-        ),
-    ),
+    MOE_FAMILY, hugging_face=MoEMapping("moe", "MoEForCausalLM", MoESizes, names=NAMES)
 )
 
 

@@ -53,24 +53,63 @@ def join_parts(parts: Sequence[StoredPart], tensors: Sequence[Tensor]) -> Tensor
     return joined.t() if parts[0].transposed else joined
 
 
-SAME_TENSOR = StoredPart()
+COMMON_KEYS = {  # fields of the sizes of most families -> keys of config.json
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tied_embeddings": "tie_word_embeddings",
+    "n_active_experts": "num_experts_per_tok",
+    "rope_scaling_factor": "factor",
+}
+COMMON_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+SAME_AS_LLAMA = {  # values without which a model is not computed as Llama's blocks are
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+UNSUPPORTED = {  # keys of many architectures that none of ours implements
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
 
 
 @dataclass(frozen=True)
 class HuggingFaceMapping(Generic[SizesT]):
-    """The same architecture in Hugging Face's format."""
+    """One architecture in Hugging Face's format: names of tensors, and config.json both ways."""
 
+    family: str
     architecture: str  # in config.json's `architectures`
+    sizes: type[SizesT]
     names: Mapping[str, str]
     # titanlite's parameter name -> Hugging Face's; `*`: layer index; `{expert}`: stacked experts
     # [E, ...] are one tensor for each expert, with its index in the name
-    derived: str  # pattern of tensors in old folders that are computed from config.json
-    to_config: Callable[[SizesT, int], dict[str, Any]]
-    # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
-    from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
     parts: Mapping[str, StoredPart] = field(default_factory=dict)
     # names as in `names` of parameters that are not stored as the same tensor
     optional_prefix: str = ""  # of names; a folder may leave it out
+    derived: str = "*.rotary_emb.inv_freq"
+    # pattern of tensors in old folders that are computed from config.json
+    model_type: str = ""  # default: the name of the family
+    own_keys: Mapping[str, str] = field(default_factory=dict)
+    # field of the sizes -> key of config.json, beside those of COMMON_KEYS
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    # other keys that change the results -> the only supported value
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # transformers' values of missing keys; others are required
+    implied: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    # values of keys that are missing or null, from the others; None: none
+    null_is_zero: Sequence[str] = ()  # keys whose null is a size of 0
+    further: Callable[[SizesT], Mapping[str, Any]] = lambda sizes: {}  # only written
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    # keys of the supported scaling -> their only values, with "rope_type"; empty: none
+    has_head_width: bool = True  # of a head: head_dim, or dim / n_heads; false: other keys say it
+
+    # --- tensors ----------------------------------------------------------------------------------
 
     def name_of(self, name: str) -> str:
         """Hugging Face's name of one of our parameters; with `{expert}` if it is stacked."""
@@ -93,107 +132,72 @@ class HuggingFaceMapping(Generic[SizesT]):
 
     def part_of(self, name: str) -> StoredPart:
         """How one of our parameters is stored in the tensor of that name."""
-        return self.parts.get(_without_index(name), SAME_TENSOR)
+        return self.parts.get(_without_index(name), StoredPart())
 
+    # --- config.json ------------------------------------------------------------------------------
 
-def _without_index(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
+    @property
+    def keys(self) -> dict[str, str]:
+        """Field of the sizes -> key."""
+        keys = {**COMMON_KEYS, **self.own_keys}
+        return {name: key for name, key in keys.items() if name in self.sizes.__dataclass_fields__}
 
+    def to_config(self, sizes: SizesT, context: int) -> dict[str, Any]:
+        """config.json with the keys of transformers 4, which transformers 5 reads too.
 
-# --- config.json ----------------------------------------------------------------------------------
-
-HEAD_KEYS = {  # fields of the sizes of most families -> keys
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "hidden_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tied_embeddings": "tie_word_embeddings",
-}
-SAME_AS_LLAMA = {  # values without which a model is not computed as Llama's blocks are
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-UNSUPPORTED = {  # keys of many architectures that none of ours implements
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
-
-
-@dataclass(frozen=True)
-class ConfigFormat(Generic[SizesT]):
-    """config.json of one architecture: which keys there are, and what a missing one means."""
-
-    family: str  # in errors
-    architecture: str
-    model_type: str
-    sizes: type[SizesT]
-    keys: Mapping[str, str]  # field of the sizes -> key
-    fixed: Mapping[str, Any]  # other keys that change the results -> the only supported value
-    defaults: Mapping[str, Any]  # transformers' values of missing keys; others are required
-    context: str = "max_position_embeddings"
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
-    # keys of the supported scaling -> their only values, with "rope_type"; empty: none
-    has_head_width: bool = True  # of a head: head_dim, or dim / n_heads; false: other keys say it
-
-    def mapping(
-        self,
-        names: Mapping[str, str],
-        derived: str,
-        to_config: Callable[[SizesT, int], dict[str, Any]] | None = None,
-        from_config: Callable[[Mapping[str, Any]], SizesT] | None = None,
-    ) -> HuggingFaceMapping[SizesT]:
-        """The architecture there; the functions default to `write` and `read`."""
-
-        def write(sizes: SizesT, context: int) -> dict[str, Any]:
-            return self.write(sizes, **{self.context: context})
-
-        to_config, from_config = to_config or write, from_config or self.read
-        return HuggingFaceMapping(self.architecture, names, derived, to_config, from_config)
-
-    def for_experts(self, active: Any) -> ConfigFormat[SizesT]:
-        """The format for `active` experts per token: the weight of a single one is its score."""
-        fixed = {**self.fixed, "norm_topk_prob": active != 1}
-        return dataclasses.replace(self, fixed=fixed)
-
-    def write(self, sizes: SizesT, **others: Any) -> dict[str, Any]:
-        """config.json with the keys of transformers 4, which transformers 5 reads too."""
-        config = {key: getattr(sizes, name) for name, key in self.keys.items()}
-        fixed = {k: v for k, v in self.fixed.items() if v is not None and k not in UNSUPPORTED}
+        `context`: tokens per training sequence. Raises CheckpointError for a size without a key.
+        """
+        keys = self.keys
+        for name in self.sizes.__dataclass_fields__.keys() - keys.keys():
+            if (value := getattr(sizes, name)) != self._default_of(name):
+                raise CheckpointError(
+                    f"model.{name} = {json.dumps(value)}: Hugging Face's {self.architecture} has no"
+                    " such key, and would compute something else from these weights."
+                )
+        config = {key: getattr(sizes, name) for name, key in keys.items()}
+        config |= {key: config[key] or None for key in self.null_is_zero}
         if "head_dim" in config:
             config["head_dim"] = sizes.head_width
+        if self.rope_scaling:
+            factor = config.pop("factor")
+            config["rope_scaling"] = {"factor": factor, **self.rope_scaling} if factor > 1 else None
+            original = self.rope_scaling["original_max_position_embeddings"]
+            context = max(context, int(factor * original)) if factor > 1 else context
+        if "rope_theta" in config:  # learned positions are a size
+            config["max_position_embeddings"] = context
+        fixed = self._fixed_values(getattr(sizes, "n_active_experts", None))
         return {
             "architectures": [self.architecture],
-            "model_type": self.model_type,
+            "model_type": self.model_type or self.family,
             **config,
-            **fixed,
-            **others,
+            **{k: v for k, v in fixed.items() if v is not None and k not in UNSUPPORTED},
+            **self.further(sizes),
         }
 
-    def read(self, config: Mapping[str, Any]) -> SizesT:
-        """The sizes in a config.json of transformers 4 or 5.
+    def from_config(self, config: Mapping[str, Any]) -> SizesT:
+        """The sizes in a config.json of transformers 4 or 5; inverse of `to_config`.
 
         Raises a CheckpointError that lists every key whose value is missing, not implemented by
         this family or contradicts others.
         """
+        keys = self.keys
         stated = {key: value for key, value in config.items() if value is not None}
         # to transformers, null is a missing value, except where it only asks whether a key is true
-        stated |= {key: False for key in self._booleans() if config.get(key, True) is None}
+        null = dict.fromkeys(self._booleans(), False) | dict.fromkeys(self.null_is_zero, 0)
+        stated |= {key: value for key, value in null.items() if config.get(key, True) is None}
         if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
             del stated["layer_types"]
         rope = _rope_of(stated)
-        values = {**self.defaults, "rope_type": rope.get("type", "default"), **stated, **rope}
+        values = {**self.defaults, "rope_type": rope.get("type", "default")}
+        values |= {key: value for key, value in self.implied(config).items() if value is not None}
+        values |= {**stated, **rope}
         scaled = bool(self.rope_scaling) and values["rope_type"] == self.rope_scaling["rope_type"]
-        if "factor" in self.keys.values():
+        if "factor" in keys.values():
             values["factor"] = rope.get("factor") if scaled else 1.0
-        fixed = {**UNSUPPORTED, "layer_types": None, **self.fixed}
+        fixed = {**UNSUPPORTED, "layer_types": None}
+        fixed |= self._fixed_values(config.get("num_experts_per_tok"))
         required = fixed | (dict(self.rope_scaling) if scaled else {"rope_type": "default"})
-        sizes = {name: values.get(key) for name, key in self.keys.items()}
+        sizes = {name: values.get(key) for name, key in keys.items()}
         known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
         both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}
         conflicts = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
@@ -201,19 +205,22 @@ class ConfigFormat(Generic[SizesT]):
             *(key for key in required if values.get(key, fixed.get(key)) != required[key]),
             *(rope.keys() - known),
             *conflicts,
-            *(key for name, key in self.keys.items() if not self._is_valid(name, sizes[name])),
+            *(key for name, key in keys.items() if not self._is_valid(name, sizes[name])),
         ]
         wrong = wrong or self._inconsistent_heads(sizes)
         if wrong:
             raise self._unsupported(wrong, values, required, conflicts)
         return self.sizes(**self._without_implied_width(sizes))
 
+    def _fixed_values(self, n_active_experts: Any) -> dict[str, Any]:
+        """`fixed`; the weight of a single active expert is its score, and not divided by itself."""
+        single = n_active_experts == 1 and "norm_topk_prob" in self.fixed
+        return {**self.fixed, "norm_topk_prob": False} if single else dict(self.fixed)
+
     def _booleans(self) -> set[str]:
         """The keys whose values are true or false."""
         fixed = {key for key, value in self.fixed.items() if isinstance(value, bool)}
-        return fixed | {
-            k for name, k in self.keys.items() if isinstance(self._default_of(name), bool)
-        }
+        return fixed | {k for n, k in self.keys.items() if isinstance(self._default_of(n), bool)}
 
     def _without_implied_width(self, sizes: dict[str, Any]) -> dict[str, Any]:
         """The sizes without a head width that is dim / n_heads.
@@ -225,7 +232,7 @@ class ConfigFormat(Generic[SizesT]):
 
     def _default_of(self, name: str) -> Any:
         """Default of a field of the sizes; MISSING if it has none."""
-        return next(f.default for f in dataclasses.fields(self.sizes) if f.name == name)
+        return self.sizes.__dataclass_fields__[name].default
 
     def _is_valid(self, name: str, value: Any) -> bool:
         """Whether a value has the type of a field of the sizes and lies in its range."""
@@ -246,10 +253,10 @@ class ConfigFormat(Generic[SizesT]):
         head_width = head_dim or sizes["dim"] / n_heads
         wrong = []
         if n_heads % sizes.get("n_kv_heads", n_heads):
-            wrong += [self.keys["n_heads"], self.keys["n_kv_heads"]]
-        if head_width % (2 if "rope_theta" in self.keys else 1):  # RoPE rotates pairs
-            wrong += [self.keys["head_dim"]] if head_dim else _values(self.keys, "dim", "n_heads")
-        return wrong
+            wrong += ["n_heads", "n_kv_heads"]
+        if head_width % (2 if "rope_theta" in sizes else 1):  # RoPE rotates pairs
+            wrong += ["head_dim"] if head_dim else ["dim", "n_heads"]
+        return [self.keys[name] for name in wrong]
 
     def _unsupported(
         self,
@@ -284,5 +291,5 @@ def _as_list(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def _values(table: Mapping[str, str], *names: str) -> Sequence[str]:
-    return [table[name] for name in names]
+def _without_index(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

@@ -5,9 +5,9 @@ Its multi-token prediction, an extra block used in training only, is not impleme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama import LLAMA3, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
@@ -189,42 +189,38 @@ NAMES = {
     "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
 }  # the rotated features are in the published order: pairs are (2i, 2i + 1)
 
-OWN_KEYS = {
-    "n_dense_layers": "first_k_dense_replace",
-    "n_experts": "n_routed_experts",
-    "n_active_experts": "num_experts_per_tok",
-    "expert_hidden_dim": "moe_intermediate_size",
-    "n_shared_experts": "n_shared_experts",
-    "n_expert_groups": "n_group",
-    "n_active_groups": "topk_group",
-    "route_scale": "routed_scaling_factor",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "rope_scaling_factor": "factor",
-}
-NOT_OURS = ("n_kv_heads", "head_dim", "tied_embeddings")
-KEYS = {name: key for name, key in HEAD_KEYS.items() if name not in NOT_OURS} | OWN_KEYS
-
-FIXED_VALUES = {
-    **SAME_AS_LLAMA,
-    "tie_word_embeddings": False,
-    "rope_interleave": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-}
-
-FORMAT = ConfigFormat(
+HUGGING_FACE = HuggingFaceMapping(
     family="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
     sizes=DeepSeekV3Sizes,
-    keys=KEYS,
-    fixed=FIXED_VALUES,
-    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": True},
+    names=NAMES,
+    derived="model.layers.61.*",  # the block for multi-token prediction of the published model
+    own_keys={
+        "n_dense_layers": "first_k_dense_replace",
+        "n_experts": "n_routed_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "n_shared_experts": "n_shared_experts",
+        "n_expert_groups": "n_group",
+        "n_active_groups": "topk_group",
+        "route_scale": "routed_scaling_factor",
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "qk_nope_head_dim": "qk_nope_head_dim",
+        "qk_rope_head_dim": "qk_rope_head_dim",
+        "v_head_dim": "v_head_dim",
+    },
+    fixed={
+        **SAME_AS_LLAMA,
+        "tie_word_embeddings": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+    },
+    defaults={**COMMON_DEFAULTS, "norm_topk_prob": True},
+    null_is_zero=["q_lora_rank"],  # queries are projected from the hidden states
+    further=lambda sizes: {"num_key_value_heads": sizes.n_heads, "num_nextn_predict_layers": 0},
     rope_scaling={
         "rope_type": "yarn",
         "beta_fast": YarnScaling.fast_turns,
@@ -235,32 +231,6 @@ FORMAT = ConfigFormat(
     },
     has_head_width=False,
 )
-
-
-def to_config(sizes: DeepSeekV3Sizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    config = FORMAT.for_experts(sizes.n_active_experts).write(sizes)
-    factor, scaling = config.pop("factor"), sizes.rope_scaling
-    scaled_context = int(factor * scaling.original_context) if scaling else 0
-    return {
-        **config,
-        "q_lora_rank": sizes.q_lora_rank or None,
-        "num_key_value_heads": sizes.n_heads,
-        "num_nextn_predict_layers": 0,
-        "max_position_embeddings": max(context, scaled_context),
-        "rope_scaling": {"factor": factor, **FORMAT.rope_scaling} if scaling else None,
-    }
-
-
-def from_config(config: Mapping[str, Any]) -> DeepSeekV3Sizes:
-    """Inverse of `to_config`; raises CheckpointError."""
-    if "q_lora_rank" in config:  # null: queries are projected from the hidden states
-        config = {**config, "q_lora_rank": config["q_lora_rank"] or 0}
-    return FORMAT.for_experts(config.get("num_experts_per_tok")).read(config)
-
-
-# derived: the block for multi-token prediction of the published model
-HUGGING_FACE = FORMAT.mapping(NAMES, "model.layers.61.*", to_config, from_config)
 
 
 # --- the family -----------------------------------------------------------------------------------

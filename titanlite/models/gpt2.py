@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
-from titanlite.models.config_json import ConfigFormat, HuggingFaceMapping, StoredPart
+from titanlite.models.config_json import HuggingFaceMapping, StoredPart
 from titanlite.models.decoder import Decoder, PositionEmbedding
 from titanlite.models.llama import LLAMA3
 from titanlite.settings import Range
@@ -149,20 +149,28 @@ PARTS = {
     for leaf in ("weight", "bias")
 }
 
-GPT2_CONFIG = ConfigFormat(
+
+def default_width(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The width of the feed-forward layer of a config.json that leaves it out."""
+    dim = config.get("n_embd")
+    return {"n_inner": 4 * dim if isinstance(dim, int) else None}
+
+
+HUGGING_FACE = HuggingFaceMapping(
     family="gpt2",
     architecture="GPT2LMHeadModel",
-    model_type="gpt2",
     sizes=GPT2Sizes,
-    keys={
+    names=NAMES,
+    parts=PARTS,
+    optional_prefix="transformer.",
+    derived="*.attn.[bm]*",  # causal masks: h.0.attn.bias and h.0.attn.masked_bias
+    own_keys={
         "dim": "n_embd",
         "n_layers": "n_layer",
         "n_heads": "n_head",
         "hidden_dim": "n_inner",
-        "vocab_size": "vocab_size",
         "positions": "n_positions",
         "norm_eps": "layer_norm_epsilon",
-        "tied_embeddings": "tie_word_embeddings",
     },
     fixed={
         "activation_function": "gelu_new",
@@ -176,31 +184,8 @@ GPT2_CONFIG = ConfigFormat(
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
-)
-
-
-def write_gpt2_config(sizes: GPT2Sizes, context: int) -> dict[str, Any]:
-    """config.json; the context is the number of learned positions, and dropout is off."""
-    off = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    return GPT2_CONFIG.write(sizes, **off)
-
-
-def read_gpt2_config(config: Mapping[str, Any]) -> GPT2Sizes:
-    """The sizes in a config.json; raises CheckpointError."""
-    dim, inner = config.get("n_embd"), config.get("n_inner")
-    if inner is None and isinstance(dim, int):
-        inner = 4 * dim
-    return GPT2_CONFIG.read({**config, "n_inner": inner})
-
-
-HUGGING_FACE = HuggingFaceMapping(
-    architecture=GPT2_CONFIG.architecture,
-    names=NAMES,
-    derived="*.attn.[bm]*",  # causal masks: h.0.attn.bias and h.0.attn.masked_bias
-    to_config=write_gpt2_config,
-    from_config=read_gpt2_config,
-    parts=PARTS,
-    optional_prefix="transformer.",
+    implied=default_width,
+    further=lambda sizes: {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},  # dropout
 )
 
 

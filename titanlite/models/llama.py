@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from titanlite.errors import CheckpointError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import FeedForward, Rope, Rotary, RotaryDecoder, check_heads
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
@@ -180,21 +179,22 @@ NAMES = {  # of every parameter that one of the families with these blocks has
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }  # the tensors are equal, without a permutation: rotary pairs are (i, i + K/2) in both
-DERIVED = "*.rotary_emb.inv_freq"
 
-LLAMA_CONFIG = ConfigFormat(
+
+def count_query_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The key-value heads of a config.json that leaves them out."""
+    return {"num_key_value_heads": config.get("num_attention_heads")}
+
+
+HUGGING_FACE = HuggingFaceMapping(
     family="llama3",
     architecture="LlamaForCausalLM",
     model_type="llama",
     sizes=Llama3Sizes,
-    keys={**HEAD_KEYS, "rope_scaling_factor": "factor"},
+    names=NAMES,
     fixed={**SAME_AS_LLAMA, "sliding_window": None},
-    defaults={
-        "head_dim": 0,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-    },
+    defaults={**COMMON_DEFAULTS, "head_dim": 0},
+    implied=count_query_heads,
     rope_scaling={
         "rope_type": "llama3",
         "low_freq_factor": Llama3Scaling.low_frequency_factor,
@@ -202,32 +202,6 @@ LLAMA_CONFIG = ConfigFormat(
         "original_max_position_embeddings": Llama3Scaling.original_context,
     },
 )
-
-
-def write_llama_config(sizes: Llama3Sizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    if sizes.qk_norm:
-        raise CheckpointError(
-            "model.qk_norm = true: Hugging Face's LlamaForCausalLM has no such norm, and would"
-            " compute something else from these weights."
-        )
-    scaling = None
-    if sizes.rope_scaling is not None:
-        scaling = {"factor": sizes.rope_scaling_factor, **LLAMA_CONFIG.rope_scaling}
-        context = max(context, int(sizes.rope_scaling_factor * Llama3Scaling.original_context))
-    config = LLAMA_CONFIG.write(sizes, max_position_embeddings=context, rope_scaling=scaling)
-    del config["factor"]
-    return config
-
-
-def read_llama_config(config: Mapping[str, Any]) -> Llama3Sizes:
-    """The sizes in a config.json; raises CheckpointError."""
-    n_heads = config.get("num_attention_heads")
-    stated = {key: value for key, value in config.items() if value is not None}
-    return LLAMA_CONFIG.read({"num_key_value_heads": n_heads, **stated})
-
-
-HUGGING_FACE = LLAMA_CONFIG.mapping(NAMES, DERIVED, write_llama_config, read_llama_config)
 
 
 # --- the family -----------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from titanlite.errors import CheckpointError
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.llama import DERIVED, LLAMA3, NAMES, LlamaSizes
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
+from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
 from titanlite.settings import Range
 
 
@@ -27,49 +27,36 @@ class MistralSizes(LlamaSizes):
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
-WINDOW_KEY = "sliding_window"
-UNTIED_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "tied_embeddings"}
-
-MISTRAL_CONFIG = ConfigFormat(
-    family="mistral",
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    sizes=MistralSizes,
-    keys={**UNTIED_KEYS, "window": WINDOW_KEY},
-    fixed={**SAME_AS_LLAMA, "tie_word_embeddings": False},
-    defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 0,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        WINDOW_KEY: 4096,
-    },
-)
+WINDOW_KEY, WINDOW = "sliding_window", 4096  # transformers' default; null: no window
 
 
-def write_mistral_config(sizes: MistralSizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    config = MISTRAL_CONFIG.write(sizes, max_position_embeddings=context)
-    return {**config, WINDOW_KEY: sizes.window or None}
-
-
-def read_mistral_config(config: Mapping[str, Any]) -> MistralSizes:
-    """The sizes in a config.json; raises CheckpointError. Without a window, its value is null."""
-    values = {**MISTRAL_CONFIG.defaults, **config}
-    if values[WINDOW_KEY] is None:
-        values[WINDOW_KEY] = 0
-    elif values.get("layer_types"):
+def implied_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The key-value heads that are left out; raises CheckpointError for a window that may be."""
+    window = config.get(WINDOW_KEY, WINDOW)
+    if window is not None and config.get("layer_types"):
         # AutoModel then builds Ministral, which follows layer_types, and MistralForCausalLM ignores
         # them.
         raise CheckpointError(
-            f"config.json has layer_types, and {WINDOW_KEY} = {values[WINDOW_KEY]!s:.80} for all"
+            f"config.json has layer_types, and {WINDOW_KEY} = {window!s:.80} for all"
             " layers: they may contradict each other.",
             fix=f"Set {WINDOW_KEY} = null if no layer has a window, or remove layer_types if all"
             " have one.",
         )
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    return MISTRAL_CONFIG.read(values)
+    is_null = "num_key_value_heads" in config
+    return {"num_key_value_heads": config.get("num_attention_heads") if is_null else 8}
+
+
+HUGGING_FACE = HuggingFaceMapping(
+    family="mistral",
+    architecture="MistralForCausalLM",
+    sizes=MistralSizes,
+    names=NAMES,
+    own_keys={"window": WINDOW_KEY},
+    fixed={**SAME_AS_LLAMA, "tie_word_embeddings": False},
+    defaults={**COMMON_DEFAULTS, "head_dim": 0, WINDOW_KEY: WINDOW},
+    implied=implied_heads,
+    null_is_zero=[WINDOW_KEY],
+)
 
 
 # --- the family -----------------------------------------------------------------------------------
@@ -88,5 +75,5 @@ MISTRAL = replace(
     LLAMA3,
     name="mistral",
     flavors=FLAVORS,
-    hugging_face=MISTRAL_CONFIG.mapping(NAMES, DERIVED, write_mistral_config, read_mistral_config),
+    hugging_face=HUGGING_FACE,
 )

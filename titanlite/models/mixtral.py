@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from titanlite.errors import ConfigError
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, ConfigFormat
+from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.decoder import check_heads
-from titanlite.models.llama import DERIVED, LLAMA3, LlamaSizes
+from titanlite.models.llama import LLAMA3, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.router import ExpertSizes, LoadBalancing
 
@@ -47,26 +47,18 @@ NAMES = {
     "layers.*.moe.experts.w3": "model.layers.*.block_sparse_moe.experts.{expert}.w3.weight",
 }
 
-DENSE_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "hidden_dim"}
-
-MIXTRAL_CONFIG = ConfigFormat(
+HUGGING_FACE = HuggingFaceMapping(
     family="mixtral",
     architecture="MixtralForCausalLM",
-    model_type="mixtral",
     sizes=MixtralSizes,
-    keys={
-        **DENSE_KEYS,
-        "expert_hidden_dim": "intermediate_size",
-        "n_experts": "num_local_experts",
-        "n_active_experts": "num_experts_per_tok",
-    },
+    names=NAMES,
+    own_keys={"expert_hidden_dim": "intermediate_size", "n_experts": "num_local_experts"},
     fixed={"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0},
     defaults={
         "head_dim": 0,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": False,
-        "router_jitter_noise": 0.0,
     },
 )
 
@@ -105,7 +97,7 @@ MIXTRAL = replace(
     LLAMA3,
     name="mixtral",
     flavors=FLAVORS,
-    hugging_face=MIXTRAL_CONFIG.mapping(NAMES, DERIVED),
+    hugging_face=HUGGING_FACE,
     check_sizes=check_mixtral_sizes,
     load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),
 )

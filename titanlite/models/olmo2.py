@@ -3,18 +3,16 @@ and norms of the queries and of the keys of all heads together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import FeedForward, Rope, RotaryDecoder
-from titanlite.models.llama import DERIVED, LLAMA3, Attention, LlamaSizes
+from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, count_query_heads
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 
 
@@ -80,27 +78,16 @@ NAMES = {
     "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
     "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
 }
-OLMO2_KEYS = {name: key for name, key in HEAD_KEYS.items() if name != "head_dim"}
 
-OLMO2_CONFIG = ConfigFormat(
+HUGGING_FACE = HuggingFaceMapping(
     family="olmo2",
     architecture="Olmo2ForCausalLM",
-    model_type="olmo2",
     sizes=Olmo2Sizes,
-    keys=OLMO2_KEYS,
+    names=NAMES,
     fixed={**SAME_AS_LLAMA, "sliding_window": None, "head_dim": None, "clip_qkv": None},
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-    },
+    defaults={**COMMON_DEFAULTS, "rms_norm_eps": 1e-5},
+    implied=count_query_heads,
 )
-
-
-def read_olmo2_config(config: Mapping[str, Any]) -> Olmo2Sizes:
-    """The sizes in a config.json; raises CheckpointError."""
-    stated = {key: value for key, value in config.items() if value is not None}
-    return OLMO2_CONFIG.read({"num_key_value_heads": config.get("num_attention_heads"), **stated})
 
 
 # --- the family -----------------------------------------------------------------------------------
@@ -128,5 +115,5 @@ OLMO2 = replace(
     build=Olmo2,
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},  # arXiv 2501.00656, section 3.2
-    hugging_face=OLMO2_CONFIG.mapping(NAMES, DERIVED, from_config=read_olmo2_config),
+    hugging_face=HUGGING_FACE,
 )

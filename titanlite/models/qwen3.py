@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated
 
 from titanlite.models import sizes as size
-from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
-from titanlite.models.llama import DERIVED, LLAMA3, NAMES, LlamaSizes
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
+from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
 from titanlite.settings import Range
 
 
@@ -27,19 +27,13 @@ class Qwen3Sizes(LlamaSizes):
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
-QWEN3_CONFIG = ConfigFormat(
+HUGGING_FACE = HuggingFaceMapping(
     family="qwen3",
     architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
     sizes=Qwen3Sizes,
-    keys=HEAD_KEYS,
+    names=NAMES,
     fixed={**SAME_AS_LLAMA, "use_sliding_window": False},
-    defaults={
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-    },
+    defaults={**COMMON_DEFAULTS, "head_dim": 128},
 )
 
 
@@ -65,5 +59,5 @@ QWEN3 = replace(
         ("debugmodel_moe", "30B-A3B", "235B-A22B"),
         'Set model.name = "qwen3_moe": this flavor has experts.',
     ),
-    hugging_face=QWEN3_CONFIG.mapping(NAMES, DERIVED),
+    hugging_face=HUGGING_FACE,
 )

@@ -3,17 +3,14 @@ each query and key head, and many narrow experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from titanlite.models import sizes as size
-from titanlite.models.config_json import SAME_AS_LLAMA, ConfigFormat
+from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import check_heads
-from titanlite.models.llama import DERIVED
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.mixtral import (
-    DENSE_KEYS,
     MIXTRAL,
     MixtralSizes,
     hugging_face_balancing,
@@ -45,47 +42,25 @@ NAMES = {
     "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
 }
 
-QWEN3_MOE_CONFIG = ConfigFormat(
+HUGGING_FACE = HuggingFaceMapping(
     family="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
     sizes=Qwen3MoESizes,
-    keys={
-        **DENSE_KEYS,
-        "expert_hidden_dim": "moe_intermediate_size",
-        "n_experts": "num_experts",
-        "n_active_experts": "num_experts_per_tok",
-    },
+    names=NAMES,
+    own_keys={"expert_hidden_dim": "moe_intermediate_size", "n_experts": "num_experts"},
     fixed={
         **SAME_AS_LLAMA,
         "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        "norm_topk_prob": True,
     },
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    defaults={**COMMON_DEFAULTS, "norm_topk_prob": False},
+    # as transformers 5 writes it
+    implied=lambda config: {"num_experts": config.get("num_local_experts")},
+    # the width of a dense block, of which there is none; transformers requires it
+    further=lambda sizes: {"intermediate_size": sizes.n_active_experts * sizes.expert_hidden_dim},
 )
-
-
-def write_qwen3_moe_config(sizes: Qwen3MoESizes, context: int) -> dict[str, Any]:
-    """config.json; `context`: tokens per training sequence."""
-    dense_width = sizes.n_active_experts * sizes.expert_hidden_dim  # of no block; HF requires it
-    return QWEN3_MOE_CONFIG.for_experts(sizes.n_active_experts).write(
-        sizes, max_position_embeddings=context, intermediate_size=dense_width
-    )
-
-
-def read_qwen3_moe_config(config: Mapping[str, Any]) -> Qwen3MoESizes:
-    """The sizes in a config.json; raises CheckpointError."""
-    if "num_local_experts" in config:  # as transformers 5 writes it
-        config = {"num_experts": config["num_local_experts"], **config}
-    return QWEN3_MOE_CONFIG.for_experts(config.get("num_experts_per_tok")).read(config)
 
 
 # --- the family -----------------------------------------------------------------------------------
@@ -106,9 +81,7 @@ QWEN3_MOE = replace(
     MIXTRAL,
     name="qwen3_moe",
     flavors=FLAVORS,
-    hugging_face=QWEN3_MOE_CONFIG.mapping(
-        NAMES, DERIVED, write_qwen3_moe_config, read_qwen3_moe_config
-    ),
+    hugging_face=HUGGING_FACE,
     check_sizes=check_heads,
     load_balancing=lambda sizes: hugging_face_balancing(0.001, sizes),
 )
