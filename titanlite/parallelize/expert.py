@@ -120,7 +120,8 @@ def _parallelize_over_tensor_ranks(
 ) -> None:
     """Parallelize the gate and the shared experts, and gather the sequence for sharded experts."""
     gate, shared = module.router.gate, module.shared_experts
-    _replicate_linear(gate, tp, torch.float32)
+    distribute_parameters(gate, tp, Replicate())
+    _replace_forward(gate, partial(_replicated_gate_forward, gate))
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:
@@ -130,15 +131,9 @@ def _parallelize_over_tensor_ranks(
         _replace_forward(shared, partial(_gathered_forward, shared.forward, tp, 0))
 
 
-def _replicate_linear(layer: nn.Linear, tp: DeviceMesh, dtype: torch.dtype | None = None) -> None:
-    """Replicate the weight; the ranks' gradients of it are summed. `dtype`: None: that of x."""
-    distribute_parameters(layer, tp, Replicate())
-    _replace_forward(layer, partial(_replicated_linear_forward, layer, dtype))
-
-
-def _replicated_linear_forward(layer: nn.Linear, dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    dtype = dtype or x.dtype
-    return F.linear(x.to(dtype), replicated_local(layer.weight).to(dtype))
+def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
+    """The logits in fp32, as `RouterGate`; the ranks' gradients of the weight are summed."""
+    return F.linear(x.float(), replicated_local(gate.weight).float())
 
 
 def _shard_shared_experts(shared: nn.Module, tp: DeviceMesh) -> None:
