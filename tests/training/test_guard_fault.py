@@ -24,8 +24,10 @@ def test_a_fault_of_the_reduction_over_ranks_is_named(faulty, text):
     """Only the totals differ in the replay, so no rank is the culprit."""
     handler = SimpleNamespace(
         _judge=SimpleNamespace(config=GuardConfig(max_hardware_faults=1)),
-        _run=SimpleNamespace(sinks=SimpleNamespace(event=lambda *args, **fields: None)),
-        _finish_save=lambda: None,
+        _run=SimpleNamespace(
+            sinks=SimpleNamespace(event=lambda *args, **fields: None),
+            checkpointer=SimpleNamespace(wait=lambda: None),
+        ),
     )
     step = SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(2.0))
     history = History(hardware_faults={faulty.host: 1})

@@ -27,7 +27,7 @@ from titanlite.guard.rollback import CheckpointRollback, Trouble
 from titanlite.log import pluralize
 from titanlite.optim import shard_norms
 from titanlite.training.batch import Batch
-from titanlite.training.periodic import report_save
+from titanlite.training.periodic import finish_save
 from titanlite.training.run import Run, StepGuard
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult, compute_gradients, finish_step
@@ -119,7 +119,7 @@ class Guard(StepGuard):
         _, culprit, _ = find_strongest(own)
         values, no_limits = (float(result.loss), float(result.grad_norm)), [math.nan, math.nan]
         violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
-        if not self._rolls_back_nonfinite:
+        if self._optional_judge is None or self._judge.config.nonfinite != "rollback":
             self._give_up(violation)
         self._roll_back(violation, self._run.state.position - result.samples, result.samples)
         return True
@@ -133,7 +133,7 @@ class Guard(StepGuard):
         reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
         violation = self._describe(first.step, first.result, reason, [])
         path = self._dump_batch(first.step, first.position, first.result.samples)
-        if not self._rolls_back_nonfinite:
+        if self._judge.config.nonfinite != "rollback":
             self._give_up(violation, batch=path)
         event = StepVerdict.ROLL_BACK.value
         self._run.sinks.event(first.step, event, **violation.fields, batch=path)
@@ -211,11 +211,6 @@ class Guard(StepGuard):
         self._run.sinks.event(first.step, verdict.value, **violation.fields, batch=path)
         return verdict, violation
 
-    @property
-    def _rolls_back_nonfinite(self) -> bool:
-        judge = self._optional_judge
-        return judge is not None and judge.config.nonfinite == "rollback"
-
     def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
         """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
         reason = f"{violation.reason.value}, {violation.values}"
@@ -254,7 +249,7 @@ class Guard(StepGuard):
         self._run.sinks.event(first.step, "hardware_fault", **fields)
         if faults < self._judge.config.max_hardware_faults:
             return
-        self._finish_save()
+        finish_save(self._run.checkpointer, self._run.sinks)
         raise TrainingDiverged(
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
             f" {first.step}, {str(faulty) or 'the reduction over ranks'} had other bits in the"
@@ -266,7 +261,7 @@ class Guard(StepGuard):
         """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
         run = self._run
         run.watchdog.set_phase(violation.step, "save")
-        self._finish_save()
+        finish_save(run.checkpointer, run.sinks)
         steps = run_on_rank_0(run.checkpointer.steps)
         saved = f"step-{steps[-1]}" if steps else None
         fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved, "batch": batch}
@@ -279,7 +274,3 @@ class Guard(StepGuard):
             " again: use a lower optimizer.lr, more lr_scheduler.warmup_steps, or bfloat16 instead"
             " of float16 in training.mixed_precision_param; or look at the samples of that step.",
         ).mark_on_all_ranks()
-
-    def _finish_save(self) -> None:
-        run = self._run
-        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)

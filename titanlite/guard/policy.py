@@ -49,11 +49,6 @@ class GuardConfig:
         nonfinite, spikes = (actions.get(p, "not checked") for p in (self.nonfinite, self.spike))
         return f"inf and NaN: {nonfinite}; spikes: {spikes}"
 
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a policy is to roll back."""
-        return "rollback" in (self.nonfinite, self.spike)
-
 
 def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[ConfigError]:
     """Reject policies that contradict each other or an update in backward.
@@ -66,7 +61,7 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
             " for spikes must be checked for inf and NaN, too.",
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
         )
-    if config.rolls_back and config.max_violations == 1:
+    if "rollback" in (config.nonfinite, config.spike) and config.max_violations == 1:
         yield ConfigError(
             "guard.max_violations = 1: the run would end at the first violation, and never roll"
             " back.",

@@ -24,7 +24,7 @@ from titanlite.files import write_file_atomically
 from titanlite.guard.policy import GuardConfig
 from titanlite.log import logger
 from titanlite.runtime import RunFolderLock
-from titanlite.training.periodic import report_save
+from titanlite.training.periodic import finish_save
 from titanlite.training.run import Run
 from titanlite.training.state import Counters
 
@@ -75,12 +75,10 @@ class RollbackHistory:
         It is new once the run has trained as many samples after the last window as the window
         has. By then the run is past the earlier trouble, so it cannot roll back forever.
         """
-        if not self.tries:
+        latest = self.tries[-1] if self.tries else None
+        if latest is None or trouble.position >= 2 * latest.window.end - latest.window.start:
             return ()
-        latest = self.tries[-1]
-        if trouble.position >= 2 * latest.window.end - latest.window.start:
-            return ()
-        return self.tries[len(self.tries) - latest.number :]
+        return self.tries[-latest.number :]
 
     def next_try(self, trouble: Trouble, config: GuardConfig) -> RollbackHistory | None:
         """The history with the next try; None if all tries for this trouble have failed.
@@ -172,7 +170,7 @@ class CheckpointRollback:
         """
         run = self.run
         run.watchdog.set_phase(trouble.step, "save")
-        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
+        finish_save(run.checkpointer, run.sinks)
         run.watchdog.set_phase(trouble.step, "load")
         history = self.past.history.next_try(trouble, self.config)
         if history is None:

@@ -37,7 +37,7 @@ from titanlite.settings import format_value
 def check_guard(config: JobConfig) -> Iterator[ConfigError]:
     """Reject policies of the guard that contradict each other, or the checkpoints."""
     yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
-    if config.guard.rolls_back:
+    if "rollback" in (config.guard.nonfinite, config.guard.spike):
         yield from _check_rollback(config)
 
 

@@ -31,7 +31,7 @@ from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Degrees, Mesh, coordin
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import ReplicaMismatch
 from titanlite.meters.metered_run import Meter, MeteredRun
-from titanlite.training.periodic import PeriodicAction, StepInfo, report_save
+from titanlite.training.periodic import PeriodicAction, StepInfo, finish_save
 from titanlite.training.state import TrainState
 
 # Values are grouped by the dimensions of the mesh over which they may differ: each pipeline rank
@@ -128,7 +128,7 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
         for finding in findings:
             run.sinks.event(info.step, "replica_mismatch", **finding._asdict())
         if findings and config.action == "stop":
-            report_save(saves.wait(), saves, run.sinks)  # of an earlier step
+            finish_save(saves, run.sinks)  # of an earlier step
             raise ReplicaMismatch(
                 f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
                 fix="This state was not saved. A device or its memory computed or stored a wrong"

@@ -187,7 +187,7 @@ def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> Peri
     return PeriodicAction(
         "save",
         lambda info: not info.is_saving,
-        lambda info: report_save(checkpointer.wait(), checkpointer, sinks),
+        lambda info: finish_save(checkpointer, sinks),
     )
 
 
@@ -204,7 +204,7 @@ def save_checkpoints(
     """
 
     def save(info: StepInfo) -> None:
-        report_save(checkpointer.wait(), checkpointer, sinks)  # at most one save is in flight
+        finish_save(checkpointer, sinks)  # at most one save is in flight
         checkpointer.save(
             info.step,
             state.model,
@@ -214,8 +214,7 @@ def save_checkpoints(
             before_commit=sinks.sync,  # so metrics up to this step reach the disk first
         )
         if info.ends_run or checkpointer.blocking:
-            result = checkpointer.wait()
-            report_save(result, checkpointer, sinks)
+            result = finish_save(checkpointer, sinks)
             if info.ends_run and result and result.problem:
                 raise CheckpointError(result.problem).mark_on_all_ranks()
 
@@ -241,17 +240,18 @@ def step_profiler(name: str, profiler: Profiler) -> PeriodicAction:
     return PeriodicAction(name, lambda info: True, lambda info: profiler.step())
 
 
-def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
-    """Write an event for a finished save; does nothing if no save was in flight."""
+def finish_save(checkpointer: Checkpointer, sinks: MetricSinks) -> SaveResult | None:
+    """Wait for the save in flight, if there is one, and write an event for it."""
+    result = checkpointer.wait()
     if result is None:
-        return
+        return None
     fields: dict[str, Any] = {"path": str(result.folder), "seconds": result.seconds}
     fields["blocked_seconds"] = result.blocked_seconds
-    if not result.problem:
-        sinks.event(result.step, "checkpoint_saved", **fields)
-        return
-    fields |= {"problem": result.problem, "failures": checkpointer.failures}
-    sinks.event(result.step, "checkpoint_failed", **fields)
+    if result.problem:
+        fields |= {"problem": result.problem, "failures": checkpointer.failures}
+    event = "checkpoint_failed" if result.problem else "checkpoint_saved"
+    sinks.event(result.step, event, **fields)
+    return result
 
 
 def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> dict[str, Any]:
