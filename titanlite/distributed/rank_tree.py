@@ -29,12 +29,9 @@ class RankTree:
         self.group, self.rank, self.size = group, 0, 1
         if dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.is_root = self.rank == 0
         self.parent = (self.rank - 1) // FANOUT  # -1 for rank 0
         self.children = children_of(self.rank, self.size)
-
-    @property
-    def is_root(self) -> bool:
-        return self.rank == 0
 
     def max(self, values: Iterable[int]) -> list[int]:
         """The maximum of each value over all ranks, on every rank."""

@@ -160,10 +160,7 @@ class Guard(StepGuard):
         return first
 
     def _replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
-        """Replay a step that was undone, and accept or skip it; `batch` is in host memory.
-
-        Returns None if the run was rolled back.
-        """
+        """Replay a step that was undone, and accept it, skip it or roll back, as in `settle`."""
         run = self._run
         with recording_outputs(run.state.model, self._inside_layers) as calls:
             result = compute_gradients(
