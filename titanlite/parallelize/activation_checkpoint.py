@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +80,12 @@ def checkpoint_operations(blocks: nn.ModuleDict, config: ActivationCheckpointCon
         return
     names = config.per_op_sac_force_recompute_mm_shapes_by_fqns
     for block in blocks.values():
-        contexts = partial(_save_contexts, _weight_shapes(block, names))
+        recomputed_shapes = {  # [in, out]
+            tuple(layer.weight.shape)[::-1]
+            for path, layer in block.named_modules()
+            if isinstance(layer, nn.Linear) and any(name in path for name in names)
+        }
+        contexts = partial(_save_contexts, recomputed_shapes)
         block.forward = _checkpointed(block.forward, config, context_fn=contexts)
 
 
@@ -125,15 +130,6 @@ SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions o
     "_c10d_functional::reduce_scatter_tensor",
     "aten::max",
 }
-
-
-def _weight_shapes(block: nn.Module, name_parts: Sequence[str]) -> set[tuple[int, ...]]:
-    """[in, out] of the linear layers whose name contains one of `name_parts`."""
-    return {
-        tuple(module.weight.shape)[::-1]
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and any(part in name for part in name_parts)
-    }
 
 
 def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):

@@ -84,6 +84,7 @@ def prepare_compiler(device: torch.device) -> None:
 
     Torch's default folder can be guessed, but torch does not check whose it is. Triton's is in the
     home folder, which is often shared: thousands of ranks would lock and write one folder.
+    Raises ConfigError if there is no safe folder.
     """
     # All of this is private (torch 2.11 to 2.15). TORCHINDUCTOR_CACHE_DIR may be set, and not by
     # the user: torch sets its own default when its pipelining package is imported.
@@ -92,7 +93,14 @@ def prepare_compiler(device: torch.device) -> None:
 
     inductor, triton = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
     if os.environ.get(inductor) in (None, default_cache_dir()):
-        os.environ[inductor] = str(_make_cache_folder() / "inductor")
+        try:
+            os.environ[inductor] = str(make_private_folder() / "inductor")
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror or error}"
+            raise ConfigError(
+                f"{problem}, so compiled code cannot be cached there.",
+                fix=f"Set {inductor} to a folder of yours, best on a disk of this machine.",
+            ) from None
     logger.info("compile cache  %s (set %s to change it)", os.environ[inductor], inductor)
     if device.type == "cuda":
         # inductor's own default; without it, kernels that are not inductor's go to ~/.triton
@@ -101,18 +109,6 @@ def prepare_compiler(device: torch.device) -> None:
     if device.type == "cpu":
         # torch has no setting to skip its own check.
         cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
-
-
-def _make_cache_folder() -> Path:
-    """A folder that compiled code is loaded from; raises ConfigError if there is no safe one."""
-    try:
-        return make_private_folder()
-    except OSError as error:
-        problem = f"{error.filename}: {error.strerror or error}"
-        raise ConfigError(
-            f"{problem}, so compiled code cannot be cached there.",
-            fix="Set TORCHINDUCTOR_CACHE_DIR to a folder of yours, best on a disk of this machine.",
-        ) from None
 
 
 def _can_load_library(isa, library: str) -> bool:

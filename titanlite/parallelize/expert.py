@@ -213,15 +213,12 @@ def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iter
             fix=f"Use a divisor of {experts.count}.",
         )
     tensor_key = "parallelism.tensor_parallel_degree"
-    expert_tensor = "parallelism.expert_tensor_parallel_degree"
     if experts.hidden_dim % degrees.expert_tensor_ranks:
-        fix = (
-            f"Use a divisor of {experts.hidden_dim}, or set {key} above 1 and {expert_tensor} = 1."
-        )
         yield ConfigError(
             f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of an expert,"
             f" {experts.hidden_dim}.",
-            fix=fix,
+            fix=f"Use a divisor of {experts.hidden_dim}, or set {key} above 1 and"
+            " parallelism.expert_tensor_parallel_degree = 1.",
         )
     if experts.shared_dim % degrees.tensor:
         yield ConfigError(
