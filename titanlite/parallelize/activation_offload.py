@@ -211,21 +211,17 @@ def _offloaded_forward(
         # `activations` keeps it alive, so no other tensor can get its memory range.
         memory_range = (pointer, local.storage_offset(), local.shape, local.stride(), local.dtype)
         number = activations.add(memory_range, local)
-        dtensor_spec = None
-        if isinstance(tensor, DTensor):
-            mesh, placements = tensor.device_mesh, tensor.placements
-            dtensor_spec = (mesh, placements, tensor.shape, tensor.stride())
-        return number, dtensor_spec
+        if not isinstance(tensor, DTensor):
+            return number, {}
+        layout = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        return number, {**layout, "shape": tensor.shape, "stride": tensor.stride()}
 
     def unpack(packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        number, dtensor_spec = packed
+        number, layout = packed
         local = activations.get(number)
-        if dtensor_spec is None:
-            return local
-        mesh, placements, shape, stride = dtensor_spec
-        return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+        return DTensor.from_local(local, **layout) if layout else local
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*inputs)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -119,16 +119,14 @@ def _prefetch_next_group(
     it. Inner groups prefetch nothing: where a block is recomputed, FSDP2 takes their second forward
     for another step's.
     """
+
+    def with_inner(module: nn.Module) -> list[Any]:
+        return [module, inner[module]] if module in inner else [module]
+
     for module, next_module in pairwise(modules):
         assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
-        module.set_modules_to_forward_prefetch(_with_inner(next_module, inner))
-        next_module.set_modules_to_backward_prefetch(_with_inner(module, inner))
-
-
-def _with_inner(module: nn.Module, inner: Mapping[nn.Module, nn.Module]) -> list[FSDPModule]:
-    """A module, and its inner group if it has one."""
-    groups: tuple[object, ...] = (module, inner.get(module))
-    return [group for group in groups if isinstance(group, FSDPModule)]
+        module.set_modules_to_forward_prefetch(with_inner(next_module))
+        next_module.set_modules_to_backward_prefetch(with_inner(module))
 
 
 def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups) -> None:

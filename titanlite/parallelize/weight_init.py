@@ -75,21 +75,21 @@ def init_weights(
     for name, parameter in model.named_parameters():
         role = first_match(spec.init_roles, name)
         factor = widths[name].init_factor if widths else 1.0
-        if role == "ones":
-            parameter.fill_(factor)
-        elif role == "zeros":
-            parameter.zero_()
-        elif role in INIT_ROLES and like_torchtitan:
-            _fill_normal(parameter, name, seed, _torchtitan_normal(name, spec, sizes))
-        elif role in INIT_ROLES:
-            depth = 2 * sizes.n_layers if role == "residual" else 1
-            _fill_normal(parameter, name, seed, Normal(spec.init_std / math.sqrt(depth) * factor))
-        else:
+        if role not in INIT_ROLES:
             shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
             raise ConfigError(
                 f"parameter {name}: the model family gives it {shown}.",
                 fix=f"Use one of {', '.join(INIT_ROLES)}.",
             )
+        if role == "ones":
+            parameter.fill_(factor)
+        elif role == "zeros":
+            parameter.zero_()
+        elif like_torchtitan:
+            _fill_normal(parameter, name, seed, _torchtitan_normal(name, spec, sizes))
+        else:
+            depth = 2 * sizes.n_layers if role == "residual" else 1
+            _fill_normal(parameter, name, seed, Normal(spec.init_std / math.sqrt(depth) * factor))
     for router in find_routers(model):
         router.init_buffers()
 
