@@ -18,21 +18,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSizes
-from titanlite.parallelize.tensor_styles import (
-    DEFAULT_STYLES,
-    SEQUENCE_DIM,
-    KeyValueColwise,
-    LinearStyles,
-    LocalForward,
-    OutputLayerColwise,
-    ProjectionNorm,
-    Replicated,
-    SharedByHeads,
-    VocabularyEmbedding,
-    add_own_positions,
-    gather_sequence,
-    normalize_locally,
-)
+from titanlite.parallelize import tensor_styles as styles
+from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, SEQUENCE_DIM, LinearStyles
 
 
 @dataclass(frozen=True)
@@ -59,38 +46,40 @@ class TensorParallelRole:
 # full sequences of this rank's heads or hidden features inside attention and feed-forward.
 TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     # embedding, sharded by vocabulary; its output becomes sequence-parallel
-    "vocab_in": TensorParallelRole(lambda o: VocabularyEmbedding(), sharded_dim=0),
+    "vocab_in": TensorParallelRole(lambda o: styles.VocabularyEmbedding(), sharded_dim=0),
     # norm on the sequence-parallel residual stream
-    "sequence": TensorParallelRole(lambda o: LocalForward(normalize_locally)),
+    "sequence": TensorParallelRole(lambda o: styles.LocalForward(styles.normalize_locally)),
     # learned positions, added to the sequence-parallel residual stream
-    "positions": TensorParallelRole(lambda o: LocalForward(add_own_positions)),
+    "positions": TensorParallelRole(lambda o: styles.LocalForward(styles.add_own_positions)),
     # module that all-gathers the sequence for its column-parallel layers: attention, feed-forward
-    "gather_sequence": TensorParallelRole(lambda o: gather_sequence(o.linear.gather)),
+    "gather_sequence": TensorParallelRole(lambda o: styles.gather_sequence(o.linear.gather)),
     # column-parallel linear layer
     "colwise": TensorParallelRole(lambda o: o.linear.colwise(), sharded_dim=0, gathered_input=True),
     # column-parallel projection to keys or values
     "colwise_kv": TensorParallelRole(
-        lambda o: KeyValueColwise(o.head_width, o.linear.colwise),
+        lambda o: styles.KeyValueColwise(o.head_width, o.linear.colwise),
         sharded_dim=0,
         whole_heads=True,
         gathered_input=True,
     ),
     # linear layer or norm whose input, weight and output every rank has
-    "replicated": TensorParallelRole(lambda o: Replicated(), gathered_input=True),
+    "replicated": TensorParallelRole(lambda o: styles.Replicated(), gathered_input=True),
     # module whose output is used by the heads of every rank
-    "shared_by_heads": TensorParallelRole(lambda o: SharedByHeads()),
+    "shared_by_heads": TensorParallelRole(lambda o: styles.SharedByHeads()),
     # norm of each attention head
-    "heads": TensorParallelRole(lambda o: LocalForward(normalize_locally)),
+    "heads": TensorParallelRole(lambda o: styles.LocalForward(styles.normalize_locally)),
     # norm of the queries or keys of all heads together
     "projection": TensorParallelRole(
-        lambda o: ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True
+        lambda o: styles.ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True
     ),
     # row-parallel linear layer; its output is reduce-scattered to the residual stream
     "rowwise": TensorParallelRole(
         lambda o: o.linear.rowwise(output_layouts=Shard(SEQUENCE_DIM)), sharded_dim=1
     ),
     # output layer and loss, sharded by vocabulary
-    "vocab_out": TensorParallelRole(lambda o: OutputLayerColwise(o.loss_parallel), sharded_dim=0),
+    "vocab_out": TensorParallelRole(
+        lambda o: styles.OutputLayerColwise(o.loss_parallel), sharded_dim=0
+    ),
 }
 
 
@@ -121,7 +110,7 @@ def apply_tensor_parallel(
         for name, module in model.named_modules()
         if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity)
     }
-    styles = {}
+    style_of = {}
     for name, role in roles.items():
         layers = [name]
         if role == "gather_sequence":  # styles of the layers that it gathers for, if they agree
@@ -134,8 +123,8 @@ def apply_tensor_parallel(
         kinds = {linear_styles_of(each) for each in linears}
         linear = kinds.pop() if len(kinds) == 1 else DEFAULT_STYLES
         options = StyleOptions(head_width, loss_parallel, linear)
-        styles[name] = TENSOR_PARALLEL_ROLES[role].style(options)
-    parallelize_module(model, tp, styles)
+        style_of[name] = TENSOR_PARALLEL_ROLES[role].style(options)
+    parallelize_module(model, tp, style_of)
 
 
 def weight_shard_size(
