@@ -357,7 +357,11 @@ LLAMA = {
 }
 DEEP = "[" * 200_000
 HUGGING_FACE = {  # name -> file, its content, part of the error
-    "a thousand million layers": ("config.json", LLAMA | {"num_hidden_layers": 10**9}, "1.0e+09"),
+    "a thousand million layers": (
+        "config.json",
+        LLAMA | {"num_hidden_layers": 10**9},
+        "layers = 1000000000",
+    ),
     "more layers than tensors": ("config.json", LLAMA | {"num_hidden_layers": 99}, "only 1 tens"),
     "a width of 10^30": ("config.json", LLAMA | {"hidden_size": 10**30}, "hidden_size = 1000000"),
     "a width of 1e30": ("config.json", LLAMA | {"hidden_size": 1e30}, "hidden_size = 1e+30"),

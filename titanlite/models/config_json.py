@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from titanlite.errors import CheckpointError
 from titanlite.models.sizes import SizesT
+from titanlite.settings import type_hints
+from titanlite.settings.values import ValueRefused, convert
 
 EXPERT_INDEX = "{expert}"  # in Hugging Face's names
 
@@ -231,19 +232,16 @@ class HuggingFaceMapping(Generic[SizesT]):
         return sizes | {"head_dim": 0} if implied and not self._default_of("head_dim") else sizes
 
     def _default_of(self, name: str) -> Any:
-        """Default of a field of the sizes; MISSING if it has none."""
+        """Default of a field of the sizes; dataclasses.MISSING if it has none."""
         return self.sizes.__dataclass_fields__[name].default
 
     def _is_valid(self, name: str, value: Any) -> bool:
-        """Whether a value has the type of a field of the sizes and lies in its range."""
-        default = self._default_of(name)
-        kind: type = int if default is dataclasses.MISSING else type(default)
-        if kind is bool or isinstance(value, bool):
-            return type(value) is kind
-        lowest = 0 if default == 0 or name in ("norm_eps", "route_scale") else 1
-        if not isinstance(value, int | float) or not isinstance(value, int | kind):
+        """Whether a value is one of a key of [model]."""
+        try:
+            convert(value, type_hints(self.sizes)[name])
+        except ValueRefused:
             return False
-        return lowest <= value <= 1 << 40  # JSON integers have no upper limit
+        return True
 
     def _inconsistent_heads(self, sizes: Mapping[str, Any]) -> list[str]:
         """Keys whose values do not fit together."""
