@@ -24,11 +24,7 @@ from torch.nn.attention import (
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
-from titanlite.kernels.documents import (
-    DocumentIndex,
-    SupportsDocuments,
-    index_documents,
-)
+from titanlite.kernels.documents import SupportsDocuments, index_documents
 from titanlite.kernels.flash import EagerAttention, flash_kernel_for
 from titanlite.log import logger
 
@@ -158,31 +154,35 @@ class _KernelTrial:
         with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
             warnings.simplefilter("always")
             try:
-                activate_flash_package(name)
-                self._runner(name)()
+                self._milliseconds(name, runs=0)
             except Exception as error:  # any: the package is missing, the device is not supported
                 reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
                 return " ".join(dict.fromkeys([str(error), *reasons]))
-            finally:
-                deactivate_flash_package()
         return ""
 
     def measure(self, names: list[str], measure: bool = True) -> dict[str, float]:
         """Milliseconds of each kernel that can run; without `measure`: {the first: 0.0}."""
         milliseconds: dict[str, float] = {}
         for name in names:
-            if self.failure(name, needs_lse=False):
-                continue
-            if not measure:
-                return {name: 0.0}
-            activate_flash_package(name)
-            try:
-                run = self._runner(name)
-                run()  # warm up: loads the kernel
-                milliseconds[name] = 1e3 * min(self._seconds(run) for _ in range(3))
-            finally:
-                deactivate_flash_package()
+            if not self.failure(name, needs_lse=False):
+                milliseconds[name] = self._milliseconds(name, runs=3) if measure else 0.0
+                if not measure:
+                    break
         return milliseconds
+
+    def _milliseconds(self, name: str, runs: int) -> float:
+        """Of the fastest of `runs` forwards and backwards of a kernel, after one that loads it."""
+        seconds = []
+        try:
+            activate_flash_package(name)
+            run = self._runner(name)
+            for _ in range(1 + runs):
+                start = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - start)
+        finally:
+            deactivate_flash_package()
+        return 1e3 * min(seconds[1:], default=0.0)
 
     def _runner(self, name: str) -> Callable[[], None]:
         """A function that runs one forward and backward of a kernel."""
@@ -205,7 +205,10 @@ class _KernelTrial:
         grad = inputs[0].clone()
         for tensor in inputs:
             tensor.requires_grad_()
-        documents = self._index_documents() if self.documents else None
+        documents = None
+        if self.documents:
+            positions = torch.arange(shape.seq_len) % -(-shape.seq_len // 4)
+            documents = index_documents(positions.expand(shape.batch, -1)).to(self.device)
 
         def run() -> None:
             torch.autograd.grad(attend(*inputs, documents), inputs, grad)
@@ -213,17 +216,6 @@ class _KernelTrial:
                 torch.cuda.synchronize(self.device)
 
         return run
-
-    def _index_documents(self) -> DocumentIndex:
-        quarter = -(-self.shape.seq_len // 4)
-        positions = torch.arange(self.shape.seq_len) % quarter
-        return index_documents(positions.expand(self.shape.batch, -1)).to(self.device)
-
-    @staticmethod
-    def _seconds(run: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
 
 
 # FlashAttention 3 and 4 replace torch's own FlashAttention in the whole process.
@@ -234,9 +226,8 @@ def activate_flash_package(kernel: str | None) -> None:
 
     Does nothing for the kernels that come with torch.
     """
-    if kernel not in FLASH_PACKAGES:
-        return
-    activate_flash_attention_impl(kernel.upper())
+    if kernel in FLASH_PACKAGES:
+        activate_flash_attention_impl(kernel.upper())
 
 
 def deactivate_flash_package() -> None:

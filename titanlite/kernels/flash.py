@@ -7,7 +7,7 @@ are not part of torch's documented interface; their signatures are the same in t
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,39 +17,47 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 aten = torch.ops.aten
 
 
-class FlashKernel(Protocol):
-    """q [B, H, T, K] attends to k, v [B, Hkv, S, K].
-
-    H is a multiple of Hkv. `mask`: False, all keys; True, causal, which needs T = S; or a tensor
-    [T, S] that is True where a query attends to a key. Each query attends to a key.
-    """
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(out [B, H, T, K], lse [B, H, T] in fp32)."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: bool | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v; `out` and `lse` may cover more keys than `k` and `v`."""
-
-
-def flash_kernel_for(q: Tensor) -> FlashKernel:
-    """The fastest kernel for the device and dtype of `q`."""
+def flash_kernel_for(q: Tensor) -> EagerAttention | CudaFlash | CpuFlash:
+    """The fastest kernel for the device and dtype of `q`; `EagerAttention` says what they do."""
     if q.device.type == "cpu":
         return CpuFlash()
     is_half, head_dim = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
     is_ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)  # or newer
     supported = is_half and is_ampere and head_dim % 8 == 0 and head_dim <= 256
     return CudaFlash() if supported else EagerAttention()
+
+
+class EagerAttention:
+    """Matmuls and a softmax in fp32, where no kernel supports the dtype, head size or GPU.
+
+    As with every kernel, q [B, H, T, K] attends to k, v [B, Hkv, S, K]; H is a multiple of Hkv.
+    `mask`: False, all keys; True, causal, which needs T = S; or a tensor [T, S] that is True where
+    a query attends to a key. Each query attends to a key.
+    """
+
+    def forward(self, q, k, v, mask):
+        """(out [B, H, T, K], lse [B, H, T] in fp32)."""
+        scores = self._scores(q, repeat_kv_heads(k, q), mask)
+        lse = scores.logsumexp(-1)
+        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        return (probabilities @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
+
+    def backward(self, grad, q, k, v, out, lse, mask):
+        """Gradients of q, k, v; `out` and `lse` may cover more keys than `k` and `v`."""
+        repeated_k, repeated_v = (repeat_kv_heads(tensor, q).float() for tensor in (k, v))
+        grad = grad.float()
+        probabilities = (self._scores(q, repeated_k, mask) - lse.unsqueeze(-1)).exp()
+        delta = (grad * out).sum(-1, keepdim=True)
+        d_scores = probabilities * (grad @ repeated_v.mT - delta) / math.sqrt(q.shape[-1])
+        dq = (d_scores @ repeated_k).to(q.dtype)
+        dk, dv = d_scores.mT @ q.float(), probabilities.mT @ grad
+        return dq, _sum_repeated_heads(dk, k).to(k.dtype), _sum_repeated_heads(dv, v).to(v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor, mask: bool | Tensor) -> Tensor:
+        scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+        if mask is True:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        return scores.masked_fill(~mask, -math.inf) if isinstance(mask, Tensor) else scores
 
 
 class CudaFlash:
@@ -94,32 +102,6 @@ class CpuFlash:
             attn_mask=_additive(mask, q),
         )
         return dq, _sum_repeated_heads(dk, k), _sum_repeated_heads(dv, v)
-
-
-class EagerAttention:
-    """Matmuls and a softmax in fp32, where no kernel supports the dtype, head size or GPU."""
-
-    def forward(self, q, k, v, mask):
-        scores = self._scores(q, repeat_kv_heads(k, q), mask)
-        lse = scores.logsumexp(-1)
-        probabilities = (scores - lse.unsqueeze(-1)).exp()
-        return (probabilities @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
-
-    def backward(self, grad, q, k, v, out, lse, mask):
-        repeated_k, repeated_v = (repeat_kv_heads(tensor, q).float() for tensor in (k, v))
-        grad = grad.float()
-        probabilities = (self._scores(q, repeated_k, mask) - lse.unsqueeze(-1)).exp()
-        delta = (grad * out).sum(-1, keepdim=True)
-        d_scores = probabilities * (grad @ repeated_v.mT - delta) / math.sqrt(q.shape[-1])
-        dq = (d_scores @ repeated_k).to(q.dtype)
-        dk, dv = d_scores.mT @ q.float(), probabilities.mT @ grad
-        return dq, _sum_repeated_heads(dk, k).to(k.dtype), _sum_repeated_heads(dv, v).to(v.dtype)
-
-    def _scores(self, q: Tensor, k: Tensor, mask: bool | Tensor) -> Tensor:
-        scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
-        if mask is True:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        return scores.masked_fill(~mask, -math.inf) if isinstance(mask, Tensor) else scores
 
 
 def _additive(mask: bool | Tensor, q: Tensor) -> Tensor | None:
