@@ -87,8 +87,8 @@ def test_attention_scores_depend_on_the_distance_only():
 
 
 def test_llama_3_1_scaling_divides_only_low_frequencies():
-    plain = rope_frequencies(128, 500_000.0, None)
-    scaled = rope_frequencies(128, 500_000.0, Llama3Scaling(factor=8.0))
+    plain = rope_frequencies(torch.device("cpu"), 128, 500_000.0, None)
+    scaled = rope_frequencies(torch.device("cpu"), 128, 500_000.0, Llama3Scaling(factor=8.0))
     wavelength = 2 * torch.pi / plain
     assert torch.equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
     assert torch.allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8)

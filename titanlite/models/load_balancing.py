@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from titanlite.errors import ConfigError
@@ -32,17 +32,8 @@ def resolve_load_balancing(
     config: ExpertsConfig, spec: ModelSpec[SizesT], sizes: SizesT
 ) -> LoadBalancing:
     """The settings of the section, and the family's where it has none."""
-    family = spec.load_balancing(sizes)
-    return LoadBalancing(
-        *(
-            default if value is None else value
-            for value, default in (
-                (config.aux_loss_coef, family.aux_loss_coef),
-                (config.z_loss_coef, family.z_loss_coef),
-                (config.bias_update_rate, family.bias_update_rate),
-            )
-        )
-    )
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    return replace(spec.load_balancing(sizes), **given)
 
 
 def check_load_balancing(

@@ -38,9 +38,8 @@ class Vocabulary:
     first_id = 0  # token id of the first local logit
 
     def __init__(self) -> None:
-        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = (
-            softmax_terms  # or its compiled version
-        )
+        # or its compiled version
+        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = softmax_terms
 
     def compile(self, **options: Any) -> None:
         """Compile the element-wise part of the softmax; `options` are torch.compile's."""
@@ -80,7 +79,6 @@ class OutputLayer(nn.Linear):
         self.loss, self.vocabulary = LossConfig(), Vocabulary()
         self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
         self.z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
-        self.token_losses: Tensor | None = None  # where a forward writes them, [B * T] in fp32
         self._observer: Callable[[Tensor], None] | None = None
 
     def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
@@ -104,36 +102,34 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
-        observer = self._observer if torch.is_grad_enabled() else None
-        if observer is not None:
-            self.token_losses = torch.empty(labels.numel(), device=x.device)
-        loss, self.z_loss = _OutputLoss.apply(
-            x.flatten(0, 1), weight, labels.flatten(), self, torch.is_grad_enabled()
+        with_grad = torch.is_grad_enabled()
+        loss, self.z_loss, token_losses = _OutputLoss.apply(
+            x.flatten(0, 1), weight, labels.flatten(), self, with_grad
         )
-        if observer is not None and self.token_losses is not None:
-            observer(self.token_losses.view(labels.shape))
-            self.token_losses = None
+        if with_grad and self._observer is not None:
+            self._observer(token_losses.view(labels.shape))
         return loss
 
 
 class _OutputLoss(torch.autograd.Function):
-    """(summed loss, its z-loss part) of hidden states [N, D], weights [V', D] and labels [N]."""
+    """(summed loss, its z-loss part, cross-entropy of each token [N]) of hidden states [N, D],
+    weights [V', D] and labels [N]."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         z_weight = output.loss.z_loss if with_grad else 0.0
         chunk = output.loss.chunk_tokens or max(1, len(x))
         total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
+        token_losses = torch.empty(len(x), device=x.device)
         x_grad = torch.empty_like(x) if with_grad else None
         weight_grad: Tensor | None = None
         for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
             losses, z_loss, grad = _chunk_loss(
                 x[rows], weight, labels[rows], output, z_weight, with_grad
             )
-            if output.token_losses is not None:
-                output.token_losses[rows] = losses
+            token_losses[rows] = losses
             total, z_total = total + losses.sum() + z_loss, z_total + z_loss
             if x_grad is None or grad is None:
                 continue
@@ -148,11 +144,11 @@ class _OutputLoss(torch.autograd.Function):
         if with_grad:
             ctx.save_for_backward(x_grad, weight_grad)
             ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(z_total)
-        return total, z_total
+        ctx.mark_non_differentiable(z_total, token_losses)
+        return total, z_total, token_losses
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _):
+    def backward(ctx, grad: Tensor, *_):
         x_grad, weight_grad = (_scaled(saved, grad, ctx.dtype) for saved in ctx.saved_tensors)
         return x_grad, weight_grad, None, None, None
 

@@ -64,18 +64,14 @@ class YarnScaling:
 RopeScaling = Llama3Scaling | YarnScaling
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position, [K/2], fp32 on the CPU."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    unscaled = theta**-exponents
-    return unscaled if scaling is None else scaling.scale(unscaled, theta)
-
-
 @cache  # every forward needs it, and at a copy from pageable memory the host waits for the GPU
-def _cached_frequencies(
+def rope_frequencies(
     device: torch.device, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Tensor:
-    return rope_frequencies(head_dim, theta, scaling).to(device)
+    """Radians per position, [K/2] in fp32; computed on the CPU, to be the same on every device."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    unscaled = theta**-exponents
+    return (unscaled if scaling is None else scaling.scale(unscaled, theta)).to(device)
 
 
 def rope_cos_sin(
@@ -86,7 +82,7 @@ def rope_cos_sin(
     Every forward computes them, in less than a thousandth of its time. A precomputed table would
     have to be sliced for sequence, context and pipeline parallelism.
     """
-    frequencies = _cached_frequencies(positions.device, head_dim, theta, scaling)
+    frequencies = rope_frequencies(positions.device, head_dim, theta, scaling)
     angles = positions.unsqueeze(-1).float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
