@@ -89,7 +89,7 @@ def test_bos_and_ids_outside_the_vocabulary_are_detected_in_another_format(tmp_p
     np.save(tmp_path / "a.npy", np.array([BYTES.bos_id, *range(200), BYTES.eos_id] * 3))
     source = SourceConfig("a", str(tmp_path / "a.npy"), format="npy")
     stream = open_mixture([source], tokenizer=BYTES)
-    assert stream.bos and stream.without_end(BYTES.eos_id) == []
+    assert stream.bos and stream.sources_without(BYTES.eos_id) == []
     with pytest.raises(DataError, match="has the id 257, outside 0…256"):
         open_mixture([source], vocab_size=257).read(0, 40)
 

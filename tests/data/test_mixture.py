@@ -12,7 +12,7 @@ from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.data import MixtureConfig, PhaseConfig, describe_mixture, repeated_sources
 from titanlite.data.mixing import SourceShare, SourceSize, describe_changes, plan_phases
 from titanlite.data.mixture import BLOCK, Phase, temper
-from titanlite.data.order import OrderedSource, SampleOrder
+from titanlite.data.order import SampleOrder, SourceOrder
 from titanlite.errors import CheckpointError, DataError, UserErrors
 from titanlite.storage import StorageFolder
 
@@ -23,7 +23,7 @@ TURN = 10 * BLOCK + 1234  # inside a block
 
 def build_order(weights=WEIGHTS, phases=(), seed=3, **limits: int) -> SampleOrder:
     sources = [
-        OrderedSource(name, weight, samples, limits.get(name))
+        SourceOrder(name, weight, samples, limits.get(name))
         for (name, samples), weight in zip(SIZES.items(), weights, strict=True)
     ]
     return SampleOrder(seed, sources, phases)
@@ -145,7 +145,7 @@ def test_a_mixture_of_limited_sources_ends():
 
 
 def test_a_source_that_is_not_shuffled_is_read_in_order():
-    order = SampleOrder(1, [OrderedSource("easy first", 1.0, 5000, shuffled=False)])
+    order = SampleOrder(1, [SourceOrder("easy first", 1.0, 5000, shuffled=False)])
     _, epoch, sample = order.sample_at(np.arange(7000))
     assert sample.tolist() == [*range(5000), *range(2000)] and epoch[-1] == 1
 
@@ -164,7 +164,7 @@ def test_phases_and_limits_need_no_memory_for_a_billion_samples():
     def peak_bytes(scale: int) -> int:
         tracemalloc.start()
         try:
-            sources = [OrderedSource("a", 3.0, scale, 2 * scale), ("b", 1.0, scale)]
+            sources = [SourceOrder("a", 3.0, scale, 2 * scale), ("b", 1.0, scale)]
             order = SampleOrder(0, sources, [Phase(scale + 77, [1.0, 1.0])])
             order.sample_at(np.arange(scale, scale + 4096))
             order.sample_at(np.arange(9 * scale, 9 * scale + 4096))

@@ -94,7 +94,7 @@ def test_every_block_contains_the_quota_of_each_source():
         source, _, _ = sample_at(order, block * BLOCK, (block + 1) * BLOCK)
         counts = np.bincount(source, minlength=3)
         first, after = (
-            order.mixture.segments[0].quotas.drawn_before(b) for b in (block, block + 1)
+            order.mixture.segments[0].quotas.count_before(b) for b in (block, block + 1)
         )
         assert counts.tolist() == [b - a for a, b in zip(first, after, strict=True)]
         assert np.abs(counts - BLOCK * np.array([0.7, 0.25, 0.05])).max() < 2
@@ -114,9 +114,9 @@ def test_every_block_contains_the_quota_of_each_source():
 def test_quotas_are_exact_over_a_run_however_small_the_weight(weights):
     quotas = MixtureQuotas([str(i) for i in range(len(weights))], weights)
     exact = np.array(weights) / sum(weights)
-    before = quotas.drawn_before(0)
+    before = quotas.count_before(0)
     for block in [*range(1, 300), 10**6, 10**9, 2**51]:
-        drawn = quotas.drawn_before(block)
+        drawn = quotas.count_before(block)
         assert sum(drawn) == block * BLOCK
         assert all(late >= early for late, early in zip(drawn, before, strict=True))
         rounding = block * BLOCK * 1e-15  # of the expected value, computed in floats
@@ -212,7 +212,7 @@ def test_a_billion_samples_need_no_more_memory_than_a_thousand():
 
 
 def test_invalid_weights_are_refused():
-    assert MixtureQuotas(["a", "b"], [1.0, 0.0]).drawn_before(3) == [3 * BLOCK, 0]
+    assert MixtureQuotas(["a", "b"], [1.0, 0.0]).count_before(3) == [3 * BLOCK, 0]
     for weights in ([0.0, 0.0], [1.0, -1.0], [1.0, math.inf], [1.0, math.nan]):
         with pytest.raises(DataError, match="weight"):
             MixtureQuotas(["a", "b"], weights)

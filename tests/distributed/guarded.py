@@ -134,7 +134,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
             mesh, case.recipe.max_norm, judge=judge.judge if judge else None
         ),
         guard=StepGuard(),
-        actions=(periodic.log_skipped_steps(state, sinks), act),  # type: ignore[arg-type]
+        actions=(periodic.log_overflows(state, sinks), act),  # type: ignore[arg-type]
         checkpointer=no_saves,  # type: ignore[arg-type]
         meter=meter,  # type: ignore[arg-type]
         sinks=sinks,  # type: ignore[arg-type]

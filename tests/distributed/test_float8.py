@@ -42,7 +42,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.models import ExpertSizes, Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
-from titanlite.optim.lr_schedule import LRSchedulerConfig, RateSchedule, RunLength
+from titanlite.optim.lr_schedule import LRSchedulerConfig, RateSchedule, ScheduleLength
 from titanlite.optim.optimizer_set import SCHEDULE
 from titanlite.parallelize.float8 import Float8Config, torchao
 from titanlite.parallelize.weight_init import init_weights
@@ -405,7 +405,9 @@ def train_in_bfloat16(float8: Float8Config, steps: int, sequences: int, seq_len:
     ids = torch.tensor(text)
     recipe = Recipe("AdamW", sizes=SIZES, batch=sequences, seq_len=seq_len, lr=1e-3)
     state, engine, mesh = start_run(Layout(), recipe, float8=float8, dtype=torch.bfloat16)
-    warmup = RateSchedule(LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0), RunLength(steps, 0))
+    warmup = RateSchedule(
+        LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0), ScheduleLength(steps, 0)
+    )
     for group in state.optimizer.param_groups:
         group[SCHEDULE] = warmup
     settings = StepSettings(mesh, 1.0)

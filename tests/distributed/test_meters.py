@@ -166,7 +166,7 @@ def noise_events(uneven: bool) -> list[dict]:
     run = SimpleNamespace(engine=engine, state=state, sinks=sinks, step_settings=settings)
     meter = build_noise_scale(SimpleNamespace(run=run, metrics=SimpleNamespace(noise_scale_freq=2)))
     settings = replace(settings, hooks=(meter.hook,))
-    meter.action.start_again(0)
+    meter.action.start(0)
     for step in range(1, 2 * MEASURED_STEPS + 1):
         batch = engine.prepare(*frequent_tokens(step, uneven))
         result = take_step(state, engine, batch, settings=settings)

@@ -55,7 +55,7 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     state = TrainState(sharded.model, optimizer)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-    settings = StepSettings(mesh, max_norm=1.0, judge=judge.judge)
+    settings = StepSettings(mesh, clip_norm=1.0, judge=judge.judge)
     losses, pending = [], PendingSteps()
 
     def train() -> None:

@@ -24,7 +24,7 @@ from titanlite.parallelize.activation_checkpoint import (
 )
 from titanlite.parallelize.compile import CompileConfig, compile_blocks
 from titanlite.parallelize.context_tiles import SequenceShard
-from titanlite.training.batch import Batch, RankTokens
+from titanlite.training.batch import Batch, TokenSelector
 
 FAMILY, END = FAMILIES["llama3"], 7
 SIZES = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
@@ -141,7 +141,7 @@ def test_blocks_compile_once_for_any_number_of_documents():
 # --- on a GPU: tensors on the meta device have no values, but the same operations ----------------
 
 DEVICE = torch.device("meta")
-TOKENS = RankTokens(SequenceShard(0, 1, balanced=True), END, index_documents)
+TOKENS = TokenSelector(SequenceShard(0, 1, balanced=True), END, index_documents)
 VALUE_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
 
 

@@ -81,7 +81,7 @@ def test_what_was_timed_before_a_roll_back_is_forgotten():
         timer.begin("data")
         timer.begin("step")
         timer.begin("pause")
-    meter.start_again(10)
+    meter.start(10)
     assert [timer.take() for timer in meter.timers.values()] == [0.0, 0.0, 0.0]
 
 

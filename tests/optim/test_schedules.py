@@ -12,9 +12,9 @@ from titanlite.optim import (
     LRSchedulerConfig,
     OptimizerConfig,
     ParameterGroupConfig,
-    Progress,
     RateSchedule,
-    RunLength,
+    ScheduleLength,
+    StepSpan,
     build_optimizer,
     build_rate_schedule,
     check_lr_scheduler_config,
@@ -25,14 +25,14 @@ from titanlite.settings import build_dataclass
 STEP_TOKENS = 32
 
 
-def progress(step: int, step_tokens: int = STEP_TOKENS) -> Progress:
-    return Progress(step, step * step_tokens, step_tokens)
+def progress(step: int, step_tokens: int = STEP_TOKENS) -> StepSpan:
+    return StepSpan(step, step * step_tokens, step_tokens)
 
 
 def schedule(steps=100, **section) -> RateSchedule:
     config, errors = build_dataclass(LRSchedulerConfig, section)
     assert not errors
-    return build_rate_schedule(config, RunLength(steps, steps * STEP_TOKENS))
+    return build_rate_schedule(config, ScheduleLength(steps, steps * STEP_TOKENS))
 
 
 def lr_factors(steps=100, **section) -> list[float]:
@@ -77,10 +77,10 @@ def test_with_a_constant_batch_a_schedule_in_tokens_equals_the_one_in_steps(sect
 
 def test_a_schedule_in_tokens_ignores_the_number_of_steps():
     in_tokens = schedule(warmup_tokens=320, total_tokens=3200)
-    assert in_tokens.lr_factor(Progress(step=7, tokens=96, step_tokens=64)) == 0.5
+    assert in_tokens.lr_factor(StepSpan(step=7, tokens=96, step_tokens=64)) == 0.5
     # The step that ends the warmup may consume more than is left of it.
-    assert in_tokens.lr_factor(Progress(step=0, tokens=300, step_tokens=64)) == 1.0
-    assert in_tokens.lr_factor(Progress(step=3, tokens=1760, step_tokens=64)) == 0.5
+    assert in_tokens.lr_factor(StepSpan(step=0, tokens=300, step_tokens=64)) == 1.0
+    assert in_tokens.lr_factor(StepSpan(step=3, tokens=1760, step_tokens=64)) == 0.5
 
 
 @pytest.mark.parametrize("unit", ["steps", "tokens"])

@@ -212,7 +212,7 @@ class Checkpointer:
         return self._save is not None and not self._save.done.is_set()
 
     @property
-    def limit(self) -> TimeLimit | None:
+    def save_time_limit(self) -> TimeLimit | None:
         """The time limit of the save in progress, if any. Not collective."""
         save = self._save
         return None if save is None or save.done.is_set() else save.limit

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from titanlite.data.mixture import MixtureSegment, Phase, temper
-from titanlite.errors import DataError, UserErrors
-from titanlite.settings import Positive, Range
+from titanlite.errors import DataError
+from titanlite.settings import Positive, Range, raise_together
 
 MANY_EPOCHS = 4.0
 # Up to four epochs of a source are nearly as good as new text; 16 and more have little effect:
@@ -51,8 +51,7 @@ def plan_phases(
 ) -> tuple[Sequence[float], list[Phase]]:
     """The weights at the start, and the phases by position; raises all problems together."""
     problems = list(_check(config, sources))
-    if problems:
-        raise problems[0] if len(problems) == 1 else UserErrors(problems)
+    raise_together(problems)
     weights = {source.name: source.weight for source in sources}
     phases = [Phase(0, list(weights.values()))]
     for phase in config.phases:

@@ -10,7 +10,7 @@ same.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Generator, Iterator, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
@@ -51,8 +51,8 @@ class MixtureQuotas:
             self._fractions.append((number, fraction.numerator, fraction.denominator))
             remaining -= exact[number]
 
-    def drawn_before(self, block: int) -> list[int]:
-        """How many positions before a block each source has; their sum is block * BLOCK.
+    def count_before(self, block: int) -> list[int]:
+        """How many positions of the segment before a block each source has: block * BLOCK in all.
 
         One source after the other, the smallest weight first, takes its rounded fraction of the
         remaining positions. So no count ever decreases from block to block, and each stays within
@@ -94,7 +94,7 @@ class MixtureSegment:
         self.target = target
         self.quotas = MixtureQuotas(names, weights)
         self._key = hash_key(f"{seed} blocks" + (f" from {start}" if start else ""))
-        self._drawn_before = lru_cache(64)(self.quotas.drawn_before)
+        self._count_before = lru_cache(64)(self.quotas.count_before)
 
     def source_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each position, and how many earlier positions of the run have it."""
@@ -112,7 +112,7 @@ class MixtureSegment:
     def drawn_at(self, position: int) -> list[int]:
         """How often each source was drawn before a position of the segment."""
         block, offset = divmod(position - self.start, BLOCK)
-        counts = np.array(self._drawn_before(block), dtype=object) + self.drawn
+        counts = np.array(self._count_before(block), dtype=object) + self.drawn
         if offset:
             source, _ = self._source_in_block(block, np.arange(offset))
             counts = counts + np.bincount(source, minlength=len(self.weights))
@@ -122,13 +122,13 @@ class MixtureSegment:
         """First position at which a source of weight above 0 was drawn `draws` times in all."""
         needed = draws - self.drawn[source]
         after = 1
-        while self.quotas.drawn_before(after)[source] < needed:
+        while self.quotas.count_before(after)[source] < needed:
             after *= 2
         # the first block at whose end the source was drawn often enough
-        block = bisect_right(
-            range(after), -1, key=lambda b: self.quotas.drawn_before(b + 1)[source] - needed
+        block = bisect_left(
+            range(after), needed, key=lambda b: self.quotas.count_before(b + 1)[source]
         )
-        in_block = needed - self._drawn_before(block)[source]
+        in_block = needed - self._count_before(block)[source]
         sources, _ = self._source_in_block(block, np.arange(BLOCK))
         return self.start + block * BLOCK + int(np.flatnonzero(sources == source)[in_block - 1]) + 1
 
@@ -139,7 +139,7 @@ class MixtureSegment:
         free. So one division gives the number of earlier draws (shuffling a block would need a
         table), and each range of positions, such as a batch, has nearly its quota of each source.
         """
-        drawn, after = self._drawn_before(block), self._drawn_before(block + 1)
+        drawn, after = self._count_before(block), self._count_before(block + 1)
         key = mix(self._key + np.array([block], dtype=np.uint64) * GOLDEN)
         source, draw = np.zeros_like(offset), np.zeros_like(offset)
         unassigned, free = np.ones(offset.shape, dtype=bool), BLOCK
@@ -147,9 +147,9 @@ class MixtureSegment:
             quota = after[number] - first
             if quota == 0:
                 continue
-            phase = (mix(key + np.uint64(number)) % np.uint64(free)).astype(np.int64)
-            before = (offset * quota + phase) // free
-            chosen = unassigned & ((offset * quota + phase + quota) // free > before)
+            shift = (mix(key + np.uint64(number)) % np.uint64(free)).astype(np.int64)
+            before = (offset * quota + shift) // free
+            chosen = unassigned & ((offset * quota + shift + quota) // free > before)
             source[chosen] = number
             draw[chosen] = first + before[chosen]
             unassigned &= ~chosen
@@ -186,7 +186,7 @@ class Mixture:
         """The segments of the run in order; sets `end` if all sources reach their limits."""
         drawn = [0] * len(self._names)
         for number, phase in enumerate(phases):
-            MixtureQuotas(self._names, phase.weights)  # raises, whatever is exhausted
+            MixtureQuotas(self._names, phase.weights)  # checked, even if the run never uses them
             start, ramp = phase.start, _Ramp(phase.weights, [Fraction(0)] * len(self._names))
             steps = _ramp_steps(phases[number - 1].weights, phase) if phase.ramp else ()
             for step_end, weights in steps:
@@ -216,16 +216,16 @@ class Mixture:
                 self.end = start
                 break
             shares = [weight / total for weight in active]
-            given = [float(weight) for weight in active]
+            segment_weights = [float(weight) for weight in active]
             if ramp is not None and end is not None:
-                given = _repay(shares, end - start, ramp.owed)
+                segment_weights = _repay(shares, end - start, ramp.owed)
             segment = MixtureSegment(
-                self._seed, self._names, start, given, drawn, ramp and ramp.target
+                self._seed, self._names, start, segment_weights, drawn, ramp and ramp.target
             )
             yield segment
             ends = [] if end is None else [end]
             for source, limit in enumerate(self._limits):
-                if limit is not None and given[source]:
+                if limit is not None and segment_weights[source]:
                     ends.append(segment.position_after(source, limit))
             if not ends:
                 break
@@ -258,7 +258,7 @@ class Mixture:
         return source, draw
 
     def drawn_at(self, position: int) -> list[int]:
-        """How often each source was drawn before a position, up to `end`."""
+        """How often each source was drawn before a position, which must not be after `end`."""
         number = int(self._starts.searchsorted(position, side="right")) - 1
         return self.segments[number].drawn_at(position)
 

@@ -17,18 +17,18 @@ import numpy as np
 from titanlite.data.mixture import Mixture, Phase
 from titanlite.data.random_bits import GOLDEN, hash_key, mix
 
-EXACT_BELOW = 4096
 # Sources with fewer samples are shuffled by sorting random keys, others by a Feistel network, which
 # needs no table. The network gives about 1/sqrt(samples) more pairs of adjacent samples than a
 # uniform permutation (which has one on average): 9 % at 100 samples, 3 % at 1,000, less than 2 %
 # from 4,096 on.
+SORT_BELOW = 4096
 
 _ROUNDS = 6  # with 2, adjacent samples are correlated; with 4, they are not; 2 more are margin
 _STEPS = np.arange(_ROUNDS, dtype=np.uint64) * GOLDEN
 _MAX_TABLE_ENTRIES = 1 << 18  # of a table of permutations: 2 MiB
 
 
-class OrderedSource(NamedTuple):
+class SourceOrder(NamedTuple):
     """What the order needs to know about a source."""
 
     name: str
@@ -44,11 +44,11 @@ class SampleOrder:
     def __init__(
         self,
         seed: int,
-        sources: Sequence[tuple[str, float, int] | OrderedSource],
+        sources: Sequence[tuple[str, float, int] | SourceOrder],
         phases: Sequence[Phase] = (),
     ):
         """`phases`: later weights of the sources. Raises DataError for invalid weights."""
-        self._sources = [OrderedSource(*source) for source in sources]
+        self._sources = [SourceOrder(*source) for source in sources]
         names = [source.name for source in self._sources]
         first = Phase(0, [source.weight for source in self._sources])
         limits = [source.limit for source in self._sources]
@@ -69,7 +69,7 @@ class SampleOrder:
             epoch[chosen], nth = np.divmod(draw[chosen], samples)
             if not shuffled:
                 sample[chosen] = nth
-            elif samples < EXACT_BELOW:
+            elif samples < SORT_BELOW:
                 sample[chosen] = self._shuffle_small(number, samples, epoch[chosen], nth)
             else:
                 keys = mix(self._keys[number] + epoch[chosen].astype(np.uint64) * GOLDEN)
@@ -130,7 +130,7 @@ def _apply_feistel(x: np.ndarray, sides: tuple[np.uint64, np.uint64], keys: np.n
 
 @dataclass(frozen=True)
 class PositionWindow:
-    """The positions [start, end) of the order of samples, and what the run does with them."""
+    """Positions [start, end) around the cause of a roll-back: skipped, or with a lower rate."""
 
     start: int
     end: int

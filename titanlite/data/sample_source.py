@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from titanlite.data.formats import TEXT
-from titanlite.data.order import OrderedSource
+from titanlite.data.order import SourceOrder
 from titanlite.data.text_source import TextSource, document_encoder
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
@@ -90,12 +90,12 @@ class StoredSamples(SampleSource):
         self._check_ids(ids, starts)
         return ids[:, :-1].copy(), labels
 
-    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+    def order_settings(self, weight: float, seq_len: int) -> SourceOrder:
         """The source as the order of samples needs it."""
         samples, limit = self.samples(seq_len), None
         if self.config.max_epochs:
             limit = max(1, int(Fraction(self.config.max_epochs) * samples))
-        return OrderedSource(self.name, weight, samples, limit, self.config.shuffle)
+        return SourceOrder(self.name, weight, samples, limit, self.config.shuffle)
 
     def first_token(self, sample: int, seq_len: int) -> int:
         """Position of the first id of a sample."""
@@ -136,9 +136,9 @@ class TextSamples(SampleSource):
     def first_token(self, sample: int, seq_len: int) -> None:
         """Unknown: samples of several lanes alternate."""
 
-    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+    def order_settings(self, weight: float, seq_len: int) -> SourceOrder:
         """The source as the order of samples needs it."""
-        return OrderedSource(self.name, weight, None)
+        return SourceOrder(self.name, weight, None)
 
     def lacks_end(self, end: int) -> bool:
         """Whether documents do not end with the id `end`."""

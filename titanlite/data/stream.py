@@ -40,8 +40,8 @@ from titanlite.data.sample_source import (
 from titanlite.data.text_source import LanePositions
 from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import DataError, UserErrors
-from titanlite.settings import Positive
+from titanlite.errors import DataError
+from titanlite.settings import Positive, raise_together
 
 _MEASURED_SAMPLES = 8  # evenly spaced in a source
 
@@ -64,8 +64,8 @@ class DataConfig:
     def checks(self, verify_slice: tuple[int, int] | None = None) -> CorpusChecks:
         """What to verify when a source is opened.
 
-        `verify_slice` = (rank, ranks) divides a full verification among the ranks; without it,
-        "full" verifies samples only.
+        `verify_slice` = (rank, ranks) divides a full verification among the ranks; without it, as
+        before the ranks have joined, "full" is done as "sample".
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
         return CorpusChecks(verify, verify_slice or (0, 1))
@@ -89,11 +89,13 @@ class SampleStream:
         self.seq_len, self._sources = seq_len, sources
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
-        self.end = tokenizer.eos_id if tokenizer else None  # last id of every document
+        self.document_end_id = tokenizer.eos_id if tokenizer else None  # last id of every document
         sizes = [SourceSize(s.name, s.config.weight, s.tokens) for s in sources]
         weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
         pairs = zip(sources, weights, strict=True)
-        self._order = SampleOrder(seed, [s.ordered(weight, seq_len) for s, weight in pairs], phases)
+        self._order = SampleOrder(
+            seed, [s.order_settings(weight, seq_len) for s, weight in pairs], phases
+        )
         self.properties: dict[str, Any] = {
             "debug.seed": seed,
             "training.seq_len": seq_len,
@@ -165,7 +167,10 @@ class SampleStream:
         return any(isinstance(source, TextSamples) for source in self._sources)
 
     def lane_positions(self, position: int) -> dict[str, LanePositions]:
-        """How far this process has read the text of each source at a position, to be merged."""
+        """How far this process has read each lane of each text source at a position.
+
+        A lane is one of the parts of a text that are tokenized independently (data/lanes.py).
+        """
         drawn = self._order.mixture.drawn_at(position)
         return {
             source.name: source.source.positions(count)
@@ -236,9 +241,9 @@ class SampleStream:
             for number, (source, epoch, sample) in enumerate(columns)
         ]
 
-    def without_end(self, end: int) -> list[str]:
-        """Names of the sources whose last id is not `end`, the end of a document."""
-        return [source.name for source in self._sources if source.lacks_end(end)]
+    def sources_without(self, document_end_id: int) -> list[str]:
+        """Names of the sources whose last id is not `document_end_id`."""
+        return [source.name for source in self._sources if source.lacks_end(document_end_id)]
 
     def prefetch(
         self,
@@ -302,8 +307,7 @@ def open_sample_stream(
             opened.append(check_stored_samples(config, source, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
             problems.append(error)
-    if problems:
-        raise problems[0] if len(problems) == 1 else UserErrors(problems)
+    raise_together(problems)
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
         raise DataError(

@@ -124,11 +124,11 @@ class Guard(StepGuard):
         self._roll_back(violation, self._run.state.position - result.samples, result.samples)
         return True
 
-    def settle(self, open_batches: Callable[[], Batch]) -> StepResult | None:
+    def settle(self, first_batch: Callable[[], Batch]) -> StepResult | None:
         """See `StepGuard.settle`; raises TrainingDiverged if the guard gives up."""
         first = self._undo_rejected()
         if self._run.step_settings.optimizer_in_backward is None:
-            return self._replay(first, open_batches())
+            return self._replay(first, first_batch())
         # It has updated the parameters, so it cannot be replayed.
         reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
         violation = self._describe(first.step, first.result, reason, [])

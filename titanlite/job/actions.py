@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 
-from titanlite.data import SampleStream, ValidationSet
+from titanlite.data import ValidationSet
 from titanlite.distributed.process_group import set_collective_timeouts
-from titanlite.job.data import gather_data_progress
 from titanlite.job.job import Job
 from titanlite.log import logger
 from titanlite.metrics import Profiler
@@ -23,7 +22,6 @@ def add_periodic_actions(
     run: Run,
     validation_sets: list[ValidationSet],
     profilers: Mapping[str, Profiler],
-    stream: SampleStream,
 ) -> Run:
     """The run with its actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
@@ -64,13 +62,12 @@ def add_periodic_actions(
         validate_all, sinks, config.validation.freq, run.config.steps
     )
     actions = (
-        periodic.log_skipped_steps(state, sinks),
-        periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
+        periodic.log_overflows(state, sinks),
+        periodic.log_metrics(state, run.throughput, sinks, config.metrics.log_freq),
         periodic.report_finished_save(run.checkpointer, sinks),
-        periodic.save_checkpoints(
-            state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
-        ),
-        *([validation] if validation_sets else []),  # after the save, which it may delay
+        periodic.save_checkpoints(state, run.checkpointer, sinks),
+        # after the save, so that a kill during the validation loses no step
+        *([validation] if validation_sets else []),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),

@@ -1,13 +1,14 @@
 """Build the components of a run from a job; each builder can be used alone.
 
-`open_run` calls them in order. It finds the checkpoint to resume from before it builds anything
-expensive, so that a crash loop is detected as early as possible.
+`open_run` calls them in order. The data come first, because a checkpoint is compared with them. The
+checkpoint to resume from is found, and the start recorded, which detects a crash loop, before the
+model is built.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,13 @@ from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
 from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
 from titanlite.job.actions import add_periodic_actions
-from titanlite.job.data import build_batch_dump, build_batches, build_data, log_mixture
+from titanlite.job.data import (
+    SavedLanes,
+    build_batch_dump,
+    build_batches,
+    build_data,
+    log_mixture,
+)
 from titanlite.job.job import Job
 from titanlite.job.start import (
     advise_on_memory,
@@ -122,7 +129,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     stop_request = build_stop_request(job, services)
     stream, validation_sets = build_data(job, rank)
     checkpointer = build_checkpointer(job, stream, lock)
-    watchdog.set_background_limit(lambda: checkpointer.limit)
+    watchdog.set_background_limit(lambda: checkpointer.save_time_limit)
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
@@ -132,19 +139,20 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     # Before the optimizer, which creates process groups on some pipeline stages only: torch 2.15
     # names a group of all ranks by the number of groups that the rank has created before.
     max_over_ranks = AsyncMax()
-    model = build_model(job, layout, rank)
+    sharded = build_model(job, layout, rank)
     local_batch = job.config.training.local_batch_size
-    document_end = stream.end if job.transforms.document_mask else None
+    document_end_id = stream.document_end_id if job.transforms.document_mask else None
     engine = build_engine(
-        model, layout, rank.device, local_batch=local_batch, document_end_id=document_end
+        sharded, layout, rank.device, local_batch=local_batch, document_end_id=document_end_id
     )
-    state, in_backward = build_state(job, model, mesh, services.counters)
+    lanes = SavedLanes(stream, services.counters)
+    state, in_backward = build_state(job, sharded, mesh, services.counters, {"lanes": lanes})
     if found:
         watchdog.set_phase(0, "load")
         restore(job, checkpointer, state, stream, found)
         watchdog.set_phase(state.step, "start")
 
-    meter = build_run_meter(job, rank)
+    throughput = build_run_meter(job, rank)
     if rank.rank == 0:
         log_mixture(stream, job.batches, job.config.training.steps, state.counters)
     with ExitStack() as stack:
@@ -163,18 +171,18 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
             step_settings=build_step_settings(job, state, mesh, in_backward),
-            guard=StepGuard(),
-            actions=(),
+            guard=StepGuard(),  # replaced below: a Guard needs the run
+            actions=(),  # added below: they need the run
             checkpointer=checkpointer,
-            meter=meter,
+            throughput=throughput,
             sinks=sinks,
             watchdog=watchdog,
             stop_request=stop_request,
             max_over_ranks=max_over_ranks,
             lost_folder=lambda: lock.lost,
         )
-        run = add_meters(job, run, model, layout, stream)
-        run = add_periodic_actions(job, run, validation_sets, profilers, stream)
+        run = add_meters(job, run, sharded, layout, stream)
+        run = add_periodic_actions(job, run, validation_sets, profilers)
         yield dataclasses.replace(run, guard=build_guard(job, run, stream, lock))
 
 
@@ -220,34 +228,38 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
     activate_flash_package(kernel)
     transforms = dataclasses.replace(job.transforms, attention_kernel=kernel)
     modules = build_parallel_modules(job.spec, job.sizes, layout, transforms)
-    model = modules.materialize(device, config.debug.seed, job.widths)
+    sharded = modules.materialize(device, config.debug.seed, job.widths)
     if config.model.print_after_conversion:
-        logger.info("%s", model.model)
-    return model
+        logger.info("%s", sharded.model)
+    return sharded
 
 
 def build_state(
-    job: Job, model: ShardedModel, mesh: Mesh, counters: Counters
+    job: Job,
+    sharded: ShardedModel,
+    mesh: Mesh,
+    counters: Counters,
+    data_parts: Mapping[str, SavedPart] | None = None,
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
     optimizer = build_optimizer(
-        model.model, job.config.optimizer, facts, job.rate_schedule, job.widths
+        sharded.model, job.config.optimizer, facts, job.rate_schedule, job.widths
     )
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
-    device = next(model.model.parameters()).device
-    parts: dict[str, SavedPart] = {"rollbacks": SavedRollbacks(counters)}
+    device = next(sharded.model.parameters()).device
+    parts: dict[str, SavedPart] = {"rollbacks": SavedRollbacks(counters), **(data_parts or {})}
     if job.config.guard.nonfinite != "off":
         parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)
     if job.config.metrics.noise_scale_freq:
         parts["noise_scale"] = NoiseScale()
     if job.spec.experts(job.sizes) is not None:
         balancing = job.transforms.load_balancing
-        parts["expert_load"] = ExpertLoad(model.model, job.spec, job.sizes, balancing, mesh)
-    state = TrainState(model.model, optimizer, job.loss_scale, counters, parts)
+        parts["expert_load"] = ExpertLoad(sharded.model, job.spec, job.sizes, balancing, mesh)
+    state = TrainState(sharded.model, optimizer, job.loss_scale, counters, parts)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
-    return state, OptimizerInBackward(model.model, optimizer)
+    return state, OptimizerInBackward(sharded.model, optimizer)
 
 
 def build_step_settings(
@@ -263,9 +275,9 @@ def build_step_settings(
 
 
 def add_meters(
-    job: Job, run: Run, model: ShardedModel, layout: ParallelLayout, stream: SampleStream
+    job: Job, run: Run, sharded: ShardedModel, layout: ParallelLayout, stream: SampleStream
 ) -> Run:
-    """The run with the meters of the job; their actions are the first ones."""
+    """The run with the hooks and actions of titanlite/meters; these actions are the first ones."""
     config = job.config
     metered = MeteredRun(
         run,
@@ -274,7 +286,7 @@ def add_meters(
         config.straggler,
         job.spec,
         job.sizes,
-        model,
+        sharded,
         layout,
         stream,
     )

@@ -1,4 +1,7 @@
-"""Checks of a whole configuration, without its data and device, and the plans that they make."""
+"""Checks of a whole configuration, without its data and device.
+
+And what both checks and `Job` need: the schedule of the learning rate and the pipeline plan.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.optim import (
-    Progress,
     RateSchedule,
-    RunLength,
+    ScheduleLength,
+    StepSpan,
     build_rate_schedule,
     check_lr_scheduler_config,
     check_optimizer_config,
@@ -102,7 +105,7 @@ def _check_positions(sizes: ModelSizes, seq_len: int, key: str) -> Iterator[Conf
 
 
 def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject a param dtype that the compute dtype does not allow."""
+    """Reject a training.dtype (parameters) that does not fit mixed_precision_param (compute)."""
     compute, params = "training.mixed_precision_param", "training.dtype"
     is_float16 = config.training.mixed_precision_param == "float16"
     if is_float16 and config.training.dtype != "float32":
@@ -113,10 +116,12 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def plan_rate_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedule:
+def build_job_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedule:
     """The schedule of the learning rate and the weight decay."""
     steps = config.training.steps
-    return build_rate_schedule(config.lr_scheduler, RunLength(steps, batches.tokens_after(steps)))
+    return build_rate_schedule(
+        config.lr_scheduler, ScheduleLength(steps, batches.tokens_after(steps))
+    )
 
 
 def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
@@ -130,8 +135,8 @@ def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterato
     except ConfigError:  # reported by check_batch_size
         return
     tokens = batches.tokens_after(steps - 1)
-    last = Progress(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
-    yield from check_schedule_end(plan_rate_schedule(config, batches), steps, last)
+    last = StepSpan(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
+    yield from check_schedule_end(build_job_schedule(config, batches), steps, last)
 
 
 def plan_job_pipeline(

@@ -121,18 +121,26 @@ def log_mixture(
         logger.warning("%s", warning)
 
 
-def gather_data_progress(stream: SampleStream, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint records of the data beside the position: how far text was tokenized.
+class SavedLanes:
+    """How far text was read, if it is tokenized while it is read: a part of each checkpoint."""
 
-    Collective if a source is tokenized while it is read; else it is empty.
-    """
-    if not stream.tokenizes:
-        return {}
-    return {"lanes": merge_positions(gather_from_all_ranks(stream.lane_positions(state.position)))}
+    def __init__(self, stream: SampleStream, counters: Counters):
+        self._stream, self._counters = stream, counters
+
+    def state(self) -> Any:
+        """The positions in the lanes of the text (data/lanes.py), from all ranks; None: no text."""
+        if not self._stream.tokenizes:
+            return None
+        own = self._stream.lane_positions(self._counters.position)
+        return merge_positions(gather_from_all_ranks(own))
+
+    def restore(self, state: Any) -> None:
+        """Continue there; None: text is tokenized from the start again."""
+        self._stream.restore_lanes(state or {})
 
 
 def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[ValidationSet]]:
-    """The training data and the validation sets; a DataError of one rank is raised on all ranks."""
+    """The training data and the validation sets; the errors of all ranks are raised on all."""
 
     def open_all() -> tuple[SampleStream, list[ValidationSet]]:
         tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size

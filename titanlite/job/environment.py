@@ -145,7 +145,7 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
 def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
     """Reject corpora whose last document does not end with the tokenizer's end-of-document id."""
     for corpus in corpora:
-        for name in corpus.without_end(tokenizer.eos_id):
+        for name in corpus.sources_without(tokenizer.eos_id):
             yield ConfigError(
                 f'attention.mask = "document": the last id of "{name}" is not the end-of-document'
                 f" id {tokenizer.eos_id}, so its document boundaries are unknown.",

@@ -12,7 +12,7 @@ import torch
 from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees
-from titanlite.job.checks import plan_rate_schedule
+from titanlite.job.checks import build_job_schedule
 from titanlite.job.config import JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import pluralize
@@ -106,7 +106,7 @@ class Job:
     @property
     def rate_schedule(self) -> RateSchedule:
         """The schedule of the learning rate and the weight decay."""
-        return plan_rate_schedule(self.config, self.batches)
+        return build_job_schedule(self.config, self.batches)
 
     @property
     def warnings(self) -> list[str]:

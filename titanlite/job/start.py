@@ -76,7 +76,6 @@ def restore(
     )
     if progress:  # None if only the weights of another run were loaded
         restore_progress(state, progress, found)
-        stream.restore_lanes(progress.get("lanes", {}))
         checkpointer.set_aside_later_steps(state.step)
 
 

@@ -74,7 +74,7 @@ class StragglerMeter:
         self._degrees, self._self_test, self._threshold = degrees, self_test, threshold
         self._last_step = step  # of the last report
 
-    def start_again(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Forget what was timed since the last report; the run continues after `step`."""
         self._last_step = step
         for timer in self.timers.values():
@@ -120,7 +120,7 @@ def build_straggler_report(metered: MeteredRun) -> Meter | None:
         return None
     self_test = partial(run_self_test, metered.sharded.compute_dtype, run.device)
     meter = StragglerMeter(degrees, self_test, config.threshold, run.state.step)
-    run.meter.add_timers(meter.timers.values())
+    run.throughput.add_timers(meter.timers.values())
 
     def report(info: StepInfo) -> None:
         for slow in meter.compare(info.step):
@@ -129,7 +129,7 @@ def build_straggler_report(metered: MeteredRun) -> Meter | None:
     def is_due(info: StepInfo) -> bool:
         return info.step % config.freq == 0
 
-    return Meter(PeriodicAction("straggler report", is_due, report, start_again=meter.start_again))
+    return Meter(PeriodicAction("straggler report", is_due, report, start=meter.start))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The optimizers of a model, built from [optimizer], and what they cost."""
+"""The optimizers of a model, built from [optimizer]."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_floa
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
 from titanlite.optim.optimizer_set import INITIAL_WEIGHT_DECAY, LR_FACTOR, SCHEDULE, OptimizerSet
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
+
+_NamedParameter = tuple[str, nn.Parameter]
 
 
 def build_optimizer(
@@ -39,9 +41,6 @@ def build_optimizer(
         groups = _parameter_groups(parameters, config, facts, schedule, widths or {})
         optimizers.append(optimizer_class(groups, **options))
     return OptimizerSet(optimizers, config.lr, schedule)
-
-
-_NamedParameter = tuple[str, nn.Parameter]
 
 
 def _members_of(groups: list[tuple[Any, list]], key: Any) -> list:

@@ -14,7 +14,9 @@ from titanlite.distributed.collectives import all_reduce_sum, local_shard, reduc
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.adaptive_clip import AdaptiveClip
 
-_CHUNK = 2048  # values; errors: 2e-8 in fp32, 2e-7 in bf16; CPU time 0.97 to 1.13 x, if large
+# Values whose squares a CPU adds in one go. With it, the relative error of a norm is 2e-8 for fp32
+# gradients and 2e-7 for bf16, and a large one takes 0.97 to 1.13 times as long as torch's own.
+_CHUNK = 2048
 
 
 class GradNorms(NamedTuple):

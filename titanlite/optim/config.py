@@ -100,7 +100,8 @@ class OptimizerConfig(KeyedSection):
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
 
-    # of the optimizers that do not have these keys
+    # values for optimizers whose class in OPTIMIZERS does not have these keys; a section that was
+    # read from a TOML is of that class, too
     implementation: ClassVar = "for-loop"
     early_step_in_backward: ClassVar = False
     state_dtype: ClassVar[StateDtype] = "float32"

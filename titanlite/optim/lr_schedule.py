@@ -60,15 +60,20 @@ class LRSchedulerConfig:
         """Whether the schedule is a function of tokens, not of steps."""
         return self.warmup_tokens is not None
 
+    @property
+    def unit(self) -> str:
+        """What the schedule counts: "tokens" or "steps"."""
+        return "tokens" if self.in_tokens else "steps"
 
-class RunLength(NamedTuple):
+
+class ScheduleLength(NamedTuple):
     """Length of a schedule."""
 
     steps: int
     tokens: int
 
 
-class Progress(NamedTuple):
+class StepSpan(NamedTuple):
     """Where one optimizer step begins, and the tokens that it consumes, over all ranks."""
 
     step: int  # steps before it
@@ -81,37 +86,35 @@ class RateSchedule:
     """Factors of the learning rate and the weight decay of a parameter group."""
 
     config: LRSchedulerConfig
-    length: RunLength
+    length: ScheduleLength
 
-    def lr_factor(self, progress: Progress) -> float:
+    def lr_factor(self, step: StepSpan) -> float:
         """Fraction of the peak learning rate."""
-        start, end, total, warmup = self._in_unit(progress)
-        if start < warmup:
-            return min(1.0, end / warmup)
-        config, decay = self.config, self._decay(total, warmup)
-        first_decayed = total - decay
+        config, decay, (start, end) = self.config, self._decay, self._in_unit(step)
+        if start < self._warmup:
+            return min(1.0, end / self._warmup)
+        first_decayed = self.total - decay
         if start < first_decayed or decay == 0:
             return 1.0
         fraction = LR_DECAYS[config.decay_type](min(1.0, (start - first_decayed) / decay))
         return config.min_lr_factor + (1.0 - config.min_lr_factor) * fraction
 
-    def weight_decay_factor(self, progress: Progress) -> float:
+    def weight_decay_factor(self, step: StepSpan) -> float:
         """The weight decay relative to that at the start."""
         if self.config.weight_decay_type == "constant":
             return 1.0
-        start, _, total, _ = self._in_unit(progress)
+        start, _ = self._in_unit(step)
         final = self.config.final_weight_decay_factor
-        fraction = LR_DECAYS[self.config.weight_decay_type](min(1.0, start / total))
+        fraction = LR_DECAYS[self.config.weight_decay_type](min(1.0, start / self.total))
         return final + (1.0 - final) * fraction
 
     def __str__(self) -> str:
-        config, (_, _, total, warmup) = self.config, self._in_unit(Progress(0, 0, 1))
-        unit = "tokens" if config.in_tokens else "steps"
-        unit_name = unit[:-1] if warmup == 1 else unit
+        config, warmup = self.config, self._warmup
+        unit_name = config.unit[:-1] if warmup == 1 else config.unit
         parts = [f"{warmup:,} {unit_name} of warmup" if warmup else "no warmup"]
-        if decay := self._decay(total, warmup):
+        if self._decay:
             shape = f"{config.decay_type} decay to {config.min_lr_factor:g} x peak"
-            parts.append(f"{shape} over the last {decay:,} of {total:,} {unit}")
+            parts.append(f"{shape} over the last {self._decay:,} of {self.total:,} {config.unit}")
         else:
             parts.append("then constant")
         if config.weight_decay_type != "constant":
@@ -119,21 +122,33 @@ class RateSchedule:
             parts.append(f"weight decay {config.weight_decay_type} to {final:g} x")
         return ", ".join(parts)
 
-    def _decay(self, total: int, warmup: int) -> int:
-        """Length of the decay."""
-        ratio = self.config.decay_ratio
-        return total - warmup if ratio is None else min(total - warmup, round(total * ratio))
+    @property
+    def total(self) -> int:
+        """Length of the schedule, in its unit."""
+        return self.length.tokens if self.config.in_tokens else self.length.steps
 
-    def _in_unit(self, progress: Progress) -> tuple[int, int, int, int]:
-        """(start and end of a step, length of the schedule, warmup) in steps or in tokens."""
+    @property
+    def _set_warmup(self) -> int:
+        """Length of the warmup as it is set, which may be more than the schedule has."""
         config = self.config
-        if config.in_tokens:
-            start, end = progress.tokens, progress.tokens + progress.step_tokens
-            total, warmup = self.length.tokens, config.warmup_tokens or 0
-        else:
-            start, end, total = progress.step, progress.step + 1, self.length.steps
-            warmup = DEFAULT_WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
-        return start, end, total, min(warmup, total)
+        set_value = config.warmup_tokens if config.in_tokens else config.warmup_steps
+        return DEFAULT_WARMUP_STEPS if set_value is None else set_value
+
+    @property
+    def _warmup(self) -> int:
+        return min(self._set_warmup, self.total)
+
+    @property
+    def _decay(self) -> int:
+        """Length of the decay."""
+        ratio, rest = self.config.decay_ratio, self.total - self._warmup
+        return rest if ratio is None else min(rest, round(self.total * ratio))
+
+    def _in_unit(self, step: StepSpan) -> tuple[int, int]:
+        """(start, end) of a step, in steps or in tokens."""
+        if self.config.in_tokens:
+            return step.tokens, step.tokens + step.step_tokens
+        return step.step, step.step + 1
 
     def replace(self, settings: Mapping[str, Any]) -> RateSchedule:
         """The schedule with other values of keys of [lr_scheduler]."""
@@ -141,11 +156,7 @@ class RateSchedule:
 
     def warning(self) -> str:
         """A warning where the warmup is longer than the schedule; otherwise an empty string."""
-        config = self.config
-        unit = "tokens" if config.in_tokens else "steps"
-        warmup = config.warmup_tokens if config.in_tokens else config.warmup_steps
-        warmup = DEFAULT_WARMUP_STEPS if warmup is None else warmup
-        total = self.length.tokens if config.in_tokens else self.length.steps
+        unit, warmup, total = self.config.unit, self._set_warmup, self.total
         if warmup <= total:
             return ""
         return (
@@ -154,13 +165,13 @@ class RateSchedule:
         )
 
 
-UNSCHEDULED = RateSchedule(LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), RunLength(1, 1))
+UNSCHEDULED = RateSchedule(LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), ScheduleLength(1, 1))
 
 
-def build_rate_schedule(config: LRSchedulerConfig, run: RunLength) -> RateSchedule:
+def build_rate_schedule(config: LRSchedulerConfig, run: ScheduleLength) -> RateSchedule:
     """The schedule of a run of this length."""
     return RateSchedule(
-        config, RunLength(config.total_steps or run.steps, config.total_tokens or run.tokens)
+        config, ScheduleLength(config.total_steps or run.steps, config.total_tokens or run.tokens)
     )
 
 
@@ -178,8 +189,7 @@ def check_lr_scheduler_config(
     }
     yield from _check_units(section)
     yield from _check_weight_decay(config, "lr_scheduler")
-    unit = "tokens" if config.in_tokens else "steps"
-    other = "steps" if config.in_tokens else "tokens"
+    unit, other = ("tokens", "steps") if config.in_tokens else ("steps", "tokens")
     for number, settings in enumerate(group_settings):
         if f"warmup_{other}" in settings:
             yield ConfigError(
@@ -220,15 +230,14 @@ def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[Confi
         )
 
 
-def check_schedule_end(schedule: RateSchedule, steps: int, last: Progress) -> Iterator[ConfigError]:
+def check_schedule_end(schedule: RateSchedule, steps: int, last: StepSpan) -> Iterator[ConfigError]:
     """Reject a run whose last steps have learning rate 0.
 
     `last`: the last of its `steps` steps.
     """
     if schedule.lr_factor(last) != 0:
         return
-    unit = "tokens" if schedule.config.in_tokens else "steps"
-    total = schedule.length.tokens if unit == "tokens" else schedule.length.steps
+    unit, total = schedule.config.unit, schedule.total
     idle = "last steps" if unit == "tokens" else f"last {steps - total} steps"
     yield ConfigError(
         f"training.steps = {steps}: the learning rate is 0 after lr_scheduler.total_{unit} ="

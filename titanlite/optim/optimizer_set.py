@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.clip import shard_norms
 from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer
-from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
+from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule, StepSpan
 
 
 class WeightNorms(NamedTuple):
@@ -96,7 +96,7 @@ class OptimizerSet:
         for group in self.param_groups:
             group["lr"] = lr * group[LR_FACTOR]
 
-    def follow_schedule(self, progress: Progress, factor: float = 1.0) -> float:
+    def follow_schedule(self, progress: StepSpan, factor: float = 1.0) -> float:
         """Set the learning rate and the weight decay of a step in each group.
 
         `factor` multiplies the learning rate. Returns that of groups without settings of their own.

@@ -41,7 +41,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class RankTokens:
+class TokenSelector:
     """Which tokens of a batch this rank computes, their positions and their documents."""
 
     sequence: SequenceShard

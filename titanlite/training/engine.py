@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlite.kernels.documents import SupportsDocuments
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
-from titanlite.training.batch import Batch, RankTokens
+from titanlite.training.batch import Batch, TokenSelector
 from titanlite.training.spmd_engine import SetPhase, SpmdEngine, ignore_phase
 
 
@@ -25,11 +25,11 @@ class Engine(Protocol):
         """A batch for `forward_backward`, from tensors in host memory; may run in any thread."""
 
     def forward_backward(
-        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, divisor: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
-        """Add the gradients of summed loss / `valid`; return this rank's share of that loss.
+        """Add the gradients of summed loss / `divisor`; return this rank's share of that loss.
 
-        `valid` [] is the number of valid labels in the global batch, divided by the loss scale if
+        `divisor` []: the number of valid labels in the global batch, divided by the loss scale if
         there is one. The result [2] is the cross-entropy and the z-loss, whose sum is the training
         loss. `set_phase` is called with the name of each phase when it begins.
         """
@@ -54,10 +54,10 @@ def build_engine(
     """
     mesh, config = layout.mesh, layout.config
     every_microbatch = config.fsdp_gradient_reduction == "every_microbatch"
-    model = next(iter(sharded.stage_modules.values()))
-    index_documents = model.index_documents if isinstance(model, SupportsDocuments) else None
+    stage = next(iter(sharded.stage_modules.values()))  # any: all have the same index_documents
+    index_documents = stage.index_documents if isinstance(stage, SupportsDocuments) else None
     shard = build_sequence_shard(mesh.cp, config)
-    tokens = RankTokens(shard, document_end_id, index_documents)
+    tokens = TokenSelector(shard, document_end_id, index_documents)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
     from titanlite.training.pipeline_engine import PipelineEngine

@@ -16,7 +16,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
 from titanlite.training.spmd_engine import reshard
 from titanlite.training.step import StepResult, take_step
-from titanlite.training.stopping import StepAbandoned, StopAgreement
+from titanlite.training.stopping import RankAgreement, StepAbandoned
 
 
 def train(run: Run) -> int:
@@ -27,9 +27,9 @@ def train(run: Run) -> int:
     """
     loop = _Loop(run)
     with _manual_garbage_collection():
-        while not loop.stopping.reason and run.state.step < run.config.steps:
+        while not loop.agreement.reason and run.state.step < run.config.steps:
             loop.run_iteration()
-    reason = loop.stopping.reason
+    reason = loop.agreement.reason
     if run.state.step == run.config.steps or not reason:
         return 0
     run.sinks.event(run.state.step, "stopped", reason=stop_reason_name(reason))
@@ -43,19 +43,21 @@ class _Loop:
         self.run, self.first_step = run, run.state.step + 1
         self.batches = run.open_batches()
         self.last: StepInfo | None = None
-        self.stopping = StopAgreement(run)
-        if not self.stopping.reason or run.state.step >= run.config.steps:
-            self._start_actions_again()
+        self.agreement = RankAgreement(run)
+        # A run that stops at once starts nothing; one with all steps done may lack its validation.
+        if not self.agreement.reason or run.state.step >= run.config.steps:
+            self._start_actions()
 
     def run_iteration(self) -> None:
         run, state = self.run, self.run.state
         run.watchdog.set_phase(state.step + 1, "data")
         own_problem = run.lost_folder()
-        self.stopping.begin_step(bool(own_problem), run.guard.poll())
-        with run.meter.waiting():
+        # What all ranks must know after this step; exchanged while the device computes.
+        self.agreement.begin_step(bool(own_problem), run.guard.poll())
+        with run.throughput.waiting():
             batch = next(self.batches)
         before = state.host_state()
-        self.stopping.before_compute()
+        self.agreement.before_compute()
         try:
             with log_waiting("first step") if self.last is None else nullcontext():
                 result = take_step(
@@ -65,22 +67,22 @@ class _Loop:
                     settings=run.step_settings,
                     set_phase=self._set_phase,
                 )
-        except StepAbandoned:
+        except StepAbandoned:  # on all ranks: torchrun would kill them before the step ends
             state.restore_host_state(before)
             self._save_before_step()
             return
         run.guard.add(state.step, before, result)
-        run.meter.step_done(result.tokens)
-        agreed = self.stopping.end_step()
+        run.throughput.step_done(result.tokens)
+        agreed = self.agreement.end_step()
         if agreed.lost_folder:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
         self.last = self._describe_step(result, agreed.is_saving)
-        with run.meter.paused():
+        with run.throughput.paused():
             self._run_actions(self.last, agreed.is_rejected)
 
     def _set_phase(self, phase: str) -> None:
         self.run.watchdog.set_phase(self.run.state.step + 1, phase)
-        self.stopping.begin_phase(phase)
+        self.agreement.begin_phase(phase)
 
     def _describe_step(self, result: StepResult, is_saving: bool) -> StepInfo:
         step = self.run.state.step
@@ -89,7 +91,7 @@ class _Loop:
             result=result,
             is_first=step == self.first_step,
             is_last=step == self.run.config.steps,
-            stop_reason=self.stopping.reason,
+            stop_reason=self.agreement.reason,
             is_saving=is_saving,
         )
 
@@ -132,7 +134,7 @@ class _Loop:
         reshard([state.model])
         if self.last is None:  # no step was taken since the start
             return
-        reason = self.stopping.reason
+        reason = self.agreement.reason
         info = dataclasses.replace(self.last, step=state.step, stop_reason=reason, is_saving=False)
         self._run_actions(info, False, only="save")  # the others have already run after that step
 
@@ -144,12 +146,12 @@ class _Loop:
     def _start_again(self) -> None:
         """Continue from the state that a roll-back has loaded."""
         self.batches = self.run.open_batches()
-        self._start_actions_again()
+        self._start_actions()
 
-    def _start_actions_again(self) -> None:
+    def _start_actions(self) -> None:
         for action in self.run.actions:
             self.run.watchdog.set_phase(self.run.state.step, action.name)
-            action.start_again(self.run.state.step)
+            action.start(self.run.state.step)
 
 
 @contextmanager

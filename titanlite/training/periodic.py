@@ -48,9 +48,9 @@ class PeriodicAction:
     it runs, the loop waits until the device has accepted the step, or the guard has skipped it.
     With `needs_finite` it also checks the parameters: inf or NaN ends the run or rolls it back.
 
-    Before the first step of a process, and after a roll-back, the loop calls `start_again` with the
-    number of steps taken. An action with state of its own must then reset it to that of a new
-    process.
+    Before the first step of a process, unless it stops at once, and after a roll-back, the loop
+    calls `start` with the number of steps taken. An action with state of its own must then reset it
+    to that of a new process.
     """
 
     name: str  # the phase that the watchdog reports while the action runs
@@ -58,7 +58,7 @@ class PeriodicAction:
     run: Callable[[StepInfo], object]
     needs_accepted: bool = False
     needs_finite: bool = False  # includes `needs_accepted`
-    start_again: Callable[[int], None] = lambda step: None
+    start: Callable[[int], None] = lambda step: None
 
     @property
     def waits(self) -> bool:
@@ -91,7 +91,7 @@ def measure_steps(
         if measures(step + 1):
             meter.arm()
 
-    def start_again(step: int) -> None:
+    def start(step: int) -> None:
         meter.take()  # discard what it measured in a step that was rolled back
         arm_if_next(step)
 
@@ -103,7 +103,7 @@ def measure_steps(
     def is_due(info: StepInfo) -> bool:
         return measures(info.step) or measures(info.step + 1)
 
-    return PeriodicAction(name, is_due, run, needs_accepted=True, start_again=start_again)
+    return PeriodicAction(name, is_due, run, needs_accepted=True, start=start)
 
 
 def log_metrics(
@@ -114,7 +114,7 @@ def log_metrics(
     def write(info: StepInfo) -> None:
         line = _step_line(state, info, meter.read())
         measured = (line["loss"], line["grad_norm"])
-        # Without a guard, a step with inf or NaN has no line.
+        # A step with inf or NaN has a line only if the guard skipped it.
         if info.result.skipped or all(map(math.isfinite, measured)):
             sinks.step(line)
 
@@ -124,7 +124,7 @@ def log_metrics(
     return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
-def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
+def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
     """Write an event for each step that was skipped because float16 gradients overflowed."""
 
     names = [name for name, _ in state.model.named_parameters()]
@@ -154,8 +154,8 @@ def run_validation(
     """Validate every `freq` steps and after the last step.
 
     `validate_all(step)` returns the result of each validation set by its name. A run that stops
-    early does not wait for it: a later start measures what metrics.jsonl lacks of its first step.
-    So the save of the step comes first, and a kill during a validation loses nothing.
+    early does not validate: the next start does it, for the step that it starts from, if
+    metrics.jsonl has no result of that step.
     """
 
     def measure(step: int) -> None:
@@ -178,7 +178,7 @@ def run_validation(
             measure(step)
 
     return PeriodicAction(
-        "validate", is_due, lambda info: measure(info.step), needs_finite=True, start_again=catch_up
+        "validate", is_due, lambda info: measure(info.step), needs_finite=True, start=catch_up
     )
 
 
@@ -195,13 +195,8 @@ def save_checkpoints(
     state: TrainState,
     checkpointer: Checkpointer,
     sinks: MetricSinks,
-    data_progress: Callable[[], dict[str, Any]] = dict,
 ) -> PeriodicAction:
-    """Save when the checkpointer is due, and before the run ends.
-
-    `data_progress` is called on all ranks together; it returns what the data need beside the
-    position.
-    """
+    """Save when the checkpointer is due, and before the run ends."""
 
     def save(info: StepInfo) -> None:
         finish_save(checkpointer, sinks)  # at most one save is in flight
@@ -209,7 +204,7 @@ def save_checkpoints(
             info.step,
             state.model,
             state.optimizer,
-            progress=state.progress() | data_progress(),
+            progress=state.progress(),
             final=info.is_last,
             before_commit=sinks.sync,  # so metrics up to this step reach the disk first
         )
@@ -231,7 +226,7 @@ def collect_garbage(freq: int) -> PeriodicAction:
 
 
 def after_first_step(run: Callable[[], None]) -> PeriodicAction:
-    """Call `run` once, after the first step of this process, which compiles and allocates."""
+    """Call `run` after the first step of this process, also when a roll-back repeats that step."""
     return PeriodicAction("log", lambda info: info.is_first, lambda info: run())
 
 

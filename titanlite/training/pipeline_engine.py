@@ -19,7 +19,7 @@ from titanlite.parallelize.pipeline import (
     build_rank_schedule,
 )
 from titanlite.parallelize.pipeline_plan import PipelinePlan
-from titanlite.training.batch import Batch, RankTokens
+from titanlite.training.batch import Batch, TokenSelector
 from titanlite.training.spmd_engine import SetPhase, ignore_phase, loss_terms, reshard
 
 
@@ -29,7 +29,7 @@ class PipelineEngine:
     def __init__(
         self,
         sharded: ShardedModel,
-        tokens: RankTokens,
+        tokens: TokenSelector,
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
@@ -42,7 +42,7 @@ class PipelineEngine:
         self._has_last_stage = len(plan.stages) - 1 in sharded.stage_modules
         # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
-        self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
+        self._divisor: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
         # NCCL creates the communicator of all pipeline ranks in their first collective. Without
         # this one, that would be the first batch of sends and receives, in the middle of 1F1B:
@@ -54,11 +54,11 @@ class PipelineEngine:
         return self._tokens.prepare(inputs, labels, self._plan.microbatch_size)
 
     def forward_backward(
-        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, divisor: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._follow_weights()
-        self._valid = valid
+        self._divisor = divisor
         runs = batch.split(self._plan.sequences)
         total = torch.zeros(2, device=self._device)
         for number, run in enumerate(runs):
@@ -73,7 +73,7 @@ class PipelineEngine:
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """See `Engine.evaluate`."""
         self._follow_weights()
-        self._valid = 1.0
+        self._divisor = 1.0
         plan = self._plan.for_sequences(len(inputs))
         padding = (0, 0, 0, -len(inputs) % plan.sequences)  # torch fixes the micro-batch count
         inputs, labels = F.pad(inputs, padding), F.pad(labels, padding, value=IGNORE_INDEX)
@@ -123,8 +123,8 @@ class PipelineEngine:
 
     def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Called by torch as loss function; the last stage already computed the loss in forward."""
-        loss = loss / self._valid
-        self._losses.append(loss_terms(loss, self._sharded.output, self._valid))
+        loss = loss / self._divisor
+        self._losses.append(loss_terms(loss, self._sharded.output, self._divisor))
         return loss
 
     def _schedule_for(

@@ -20,7 +20,7 @@ from titanlite.training.step import StepResult, StepSettings
 
 
 class StepGuard:
-    """Handles steps that must not update the parameters; this one lets every step pass.
+    """What the loop needs of a guard; runs train with `titanlite.guard.handler.Guard`.
 
     The host runs ahead of the device, so it learns of a rejected step later. All methods but `add`
     and `poll` are called on all ranks together.
@@ -37,10 +37,10 @@ class StepGuard:
         """Whether a step so far was rejected; waits for the device."""
         return False
 
-    def settle(self, open_batches: Callable[[], Batch]) -> StepResult | None:
+    def settle(self, first_batch: Callable[[], Batch]) -> StepResult | None:
         """Undo the first rejected step and those after it, replay the first, accept or skip it.
 
-        `open_batches` opens the batches at the position of the state, and returns the first one.
+        `first_batch` opens the batches again at the position of the state; returns the first one.
         Returns the result of the replay, or None if the run was rolled back to a checkpoint.
         """
         raise AssertionError("no step was rejected")
@@ -64,7 +64,7 @@ class Run:
     guard: StepGuard
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
     checkpointer: Checkpointer
-    meter: ThroughputMeter
+    throughput: ThroughputMeter
     sinks: MetricSinks
     watchdog: HeartbeatWatchdog
     stop_request: StopRequest

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ShardedModel
-from titanlite.training.batch import Batch, RankTokens
+from titanlite.training.batch import Batch, TokenSelector
 
 SetPhase = Callable[[str], None]
 
@@ -25,7 +25,7 @@ class SpmdEngine:
     def __init__(
         self,
         sharded: ShardedModel,
-        tokens: RankTokens,
+        tokens: TokenSelector,
         microbatch_size: int,
         device: torch.device,
         reduce_every_microbatch: bool = True,
@@ -40,7 +40,7 @@ class SpmdEngine:
         return self._tokens.prepare(inputs, labels, self._microbatch_size)
 
     def forward_backward(
-        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, divisor: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._update_float8_scales()
@@ -50,11 +50,11 @@ class SpmdEngine:
             last = number == len(microbatches) - 1
             self._model.set_requires_gradient_sync(self._reduce_every or last)
             set_phase("forward")
-            # The only division, by the valid labels of the global batch: gradients just add up.
-            loss = self._loss_of(microbatch) / valid
+            # The only division: gradients just add up.
+            loss = self._loss_of(microbatch) / divisor
             set_phase("backward")
             loss.backward()
-            total += loss_terms(loss, self._output, valid)
+            total += loss_terms(loss, self._output, divisor)
         return total
 
     @torch.no_grad()
@@ -76,10 +76,10 @@ class SpmdEngine:
         )
 
 
-def loss_terms(loss: Tensor, output: OutputLayer | None, valid: Tensor | float) -> Tensor:
+def loss_terms(loss: Tensor, output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
     """[cross-entropy, z-loss] of their sum `loss`; z-loss: of the last forward of `output`."""
     assert output is not None and output.z_loss is not None
-    z_loss = output.z_loss / valid
+    z_loss = output.z_loss / divisor
     return torch.stack((loss.detach() - z_loss, z_loss))
 
 

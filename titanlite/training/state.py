@@ -61,7 +61,7 @@ class Counters:
         self.tokens += tokens
 
     def progress(self) -> dict[str, Any]:
-        """The counters as JSON values, without the windows."""
+        """The counters as JSON values, without the windows: `SavedRollbacks` restores those."""
         gaps = {"gaps": [list(gap) for gap in self.gaps]} if self.gaps else {}
         return {"step": self.step, "position": self.position, "tokens": self.tokens, **gaps}
 
@@ -75,10 +75,6 @@ class Counters:
             raise ValueError(
                 f"gaps = {self.gaps!r:.80}: must be ranges in order, before {self.position}"
             )
-
-    def set_windows(self, windows: tuple[PositionWindow, ...]) -> None:
-        """Replace the windows, after a roll-back or from a checkpoint."""
-        self.windows = windows
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,7 @@ class TrainState:
         return HostState(dataclasses.replace(self.counters), scale, _generator_states())
 
     def restore_host_state(self, before: HostState) -> None:
-        """Take back the steps since `before`, none of which updated a parameter."""
+        """Restore the state in host memory to `before`; the parameters are not restored."""
         self.counters.restore(before.counters.progress())
         if self.loss_scale is not None:
             self.loss_scale.restore(before.loss_scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import AdaptiveClip, OptimizerInBackward, Progress, clip_gradients
+from titanlite.optim import AdaptiveClip, OptimizerInBackward, StepSpan, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine
 from titanlite.training.spmd_engine import SetPhase, ignore_phase
@@ -20,7 +20,7 @@ from titanlite.training.state import TrainState
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step computes."""
+    """What a step computes with."""
 
     batch: Batch  # this rank's part, on the device
     position: int  # of the first sample of the global batch
@@ -50,7 +50,7 @@ class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
 
     mesh: Mesh
-    max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
+    clip_norm: float  # clip the gradient to this 2-norm; 0: not by the norm
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
     adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
     judge: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -122,13 +122,13 @@ def compute_gradients(
     tokens = samples * batch.inputs.shape[1]
     # before backward, which may already update parameters
     lr = state.optimizer.follow_schedule(
-        Progress(state.step, state.counters.tokens, tokens), state.counters.lr_factor(samples)
+        StepSpan(state.step, state.counters.tokens, tokens), state.counters.lr_factor(samples)
     )
     inputs = StepInputs(batch, state.counters.next_start(samples), tokens, valid, scale)
     for hook in settings.hooks:
         hook.before_forward(inputs, set_phase)
-    own_losses = engine.forward_backward(batch, valid / scale, set_phase)
-    losses = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
+    own_losses = engine.forward_backward(batch, valid / scale, set_phase) / scale
+    losses = all_reduce_sum(mesh.loss, own_losses.clone())
     loss = losses[0]
     for hook in settings.hooks:
         hook.after_backward()
@@ -138,16 +138,16 @@ def compute_gradients(
     else:
         parameters = state.model.parameters()
         grad_norm, own_norms = clip_gradients(
-            parameters, settings.max_norm, mesh, scale, settings.adaptive_clip
+            parameters, settings.clip_norm, mesh, scale, settings.adaptive_clip
         )
     overflowed = False
     if state.loss_scale is not None:  # this waits for the device
         # All ranks have the same values, so all decide the same. The judge sees what no loss scale
         # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
         if settings.judge is None:
-            overflowed = not grad_norm.isfinite()
+            overflowed = bool(~grad_norm.isfinite())
         elif state.loss_scale.shrinkable:
-            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
+            overflowed = bool(loss.isfinite() & ~grad_norm.isfinite())
     return StepResult(
         loss=loss,
         z_loss=losses[1],

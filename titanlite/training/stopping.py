@@ -1,4 +1,4 @@
-"""Stop a run between two steps, or within a step that would end too late to save it."""
+"""What the ranks agree on in each step; a stop between two steps, or within a slow one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class AgreedFlags(NamedTuple):
     is_rejected: bool  # the guard knows of a rejected step
 
 
-class StopAgreement:
-    """The agreement of all ranks, in each step, on whether the run stops after it.
+class RankAgreement:
+    """The agreement of all ranks, in each step, on whether the run stops, and on `AgreedFlags`.
 
     The ranks exchange their flags while the device computes, so that no rank waits for it. Call
     `begin_step`, `before_compute`, then `begin_phase` for each phase, and `end_step`.

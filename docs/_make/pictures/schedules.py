@@ -14,8 +14,8 @@ from pictures.canvas import FAINT, INK, save_png
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
 from titanlite.job import JobConfig
-from titanlite.job.checks import plan_rate_schedule
-from titanlite.optim import Progress
+from titanlite.job.checks import build_job_schedule
+from titanlite.optim import StepSpan
 from titanlite.settings import build_dataclass, raise_together
 from titanlite.training.batch_schedule import build_batch_schedule
 
@@ -49,14 +49,14 @@ def read_examples(page: Path) -> dict[str, JobConfig]:
 def compute_curves(config: JobConfig) -> Curves:
     """The curves of a job whose global batch does not depend on the layout."""
     batches = build_batch_schedule(config.training, config.training.global_batch_size)
-    schedule, steps = plan_rate_schedule(config, batches), config.training.steps
+    schedule, steps = build_job_schedule(config, batches), config.training.steps
     section = config.optimizer
     groups = [(g.lr_factor, schedule.replace(g.schedule_overrides())) for g in section.groups]
     curves = Curves([], [], [], [], [[] for _ in groups])
     for step in sorted({n * (steps - 1) // (POINTS - 1) for n in range(POINTS)}):
         tokens = batches.tokens_after(step)
         batch = batches.batch_at(tokens)
-        progress = Progress(step, tokens, batch * batches.seq_len)
+        progress = StepSpan(step, tokens, batch * batches.seq_len)
         curves.tokens.append(tokens / 1e9)
         curves.lr.append(section.lr * schedule.lr_factor(progress))
         decay = section.weight_decay * schedule.weight_decay_factor(progress)

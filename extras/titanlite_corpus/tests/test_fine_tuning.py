@@ -103,7 +103,7 @@ def test_the_loss_on_answers_is_that_of_transformers(tmp_path):
     stream = open_chats(tmp_path)
     inputs, labels = stream.read(0, counts["windows"])
     model, reference = build_pair(tmp_path)
-    positions = document_positions(inputs, stream.end, labels)
+    positions = document_positions(inputs, stream.document_end_id, labels)
     loss = model(inputs, positions, labels=labels, documents=index_documents(positions))
     expected, count = reference_loss(tmp_path, reference)
     assert valid_tokens(labels) == count
