@@ -23,7 +23,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
 from titanlite.parallelize.context_attention import context_parallel_forward
-from titanlite.parallelize.context_tiles import SequenceShard, index_document_tiles
+from titanlite.parallelize.context_tiles import SequenceShard, encode_document_tiles
 
 
 def _attend_over_ranks(
@@ -56,7 +56,7 @@ def apply_context_parallel(
         return
     shard = build_sequence_shard(cp, section)
     if isinstance(model, SupportsDocuments) and model.index_documents is not None:
-        model.use_document_mask(partial(index_document_tiles, shard))
+        model.use_document_mask(lambda p: DocumentIndex.build(encode_document_tiles(shard, p)))
     group_name, rotate_method = cp.get_group().group_name, section.context_parallel_rotate_method
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):

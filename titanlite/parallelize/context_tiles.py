@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.kernels.documents import DocumentIndex
-
 ALL = slice(None)
 
 
@@ -123,11 +121,6 @@ def decode_document_tiles(table: Tensor, window: int) -> dict[int, list[Attentio
         tile = AttentionTile(sequences, queries, keys, bool(causal), offset)
         by_source[source] += clip_to_window(tile, window)
     return by_source
-
-
-def index_document_tiles(shard: SequenceShard, positions: Tensor) -> DocumentIndex:
-    """The document index of this rank's tokens, from their `positions` [B, T] in documents."""
-    return DocumentIndex.build(encode_document_tiles(shard, positions))
 
 
 def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:

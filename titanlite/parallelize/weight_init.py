@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ INIT_ROLES = (  # of parameters, in ModelSpec.init_roles
     "ones",
     "zeros",
 )
+EMBEDDING = "tok_embeddings.weight"
+SCALED_BY_BLOCK = ("*.wo.weight", "*.w[23]*", "*.router.gate.weight")  # in torchtitan
 
 
 class Normal(NamedTuple):
@@ -36,17 +39,6 @@ class Normal(NamedTuple):
 
     std: float
     tails: Literal["clamped", "redrawn", "kept"] = "clamped"
-
-
-# torchtitan v0.2.2: init_weights in models/*/model/model.py and models/moe/moe.py
-TORCHTITAN_ROLES = {
-    "tok_embeddings.weight": "embedding",
-    "output.weight": "output",
-    "*.wo.weight": "block",
-    "*.w[23]*": "block",
-    "*.router.gate.weight": "block",
-    "*": "normal",
-}
 
 
 def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
@@ -95,14 +87,18 @@ def init_weights(
 
 
 def _torchtitan_normal(name: str, spec: ModelSpec, sizes: ModelSizes) -> Normal:
-    """torchtitan's distribution of a parameter; its output layer overwrites a tied embedding."""
-    role = first_match(TORCHTITAN_ROLES, name)
-    if role == "output" or (role == "embedding" and spec.tied_parameters(sizes)):
+    """The distribution of a parameter in torchtitan, where tied embeddings are drawn as the output.
+
+    torchtitan v0.2.2: init_weights in models/*/model/model.py and models/moe/moe.py.
+    """
+    if name == "output.weight" or (name == EMBEDDING and spec.tied_parameters(sizes)):
         return Normal(sizes.dim**-0.5, "redrawn")
-    if role == "embedding":
+    if name == EMBEDDING:
         return Normal(1.0, "kept")
-    block = int(name.split(".")[1]) if role == "block" else 0
-    return Normal(0.02 / math.sqrt(2 * (block + 1)) if role == "block" else 0.02, "kept")
+    std = 0.02
+    if any(fnmatchcase(name, pattern) for pattern in SCALED_BY_BLOCK):
+        std /= math.sqrt(2 * (int(name.split(".")[1]) + 1))
+    return Normal(std, "kept")
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, normal: Normal) -> None:
