@@ -11,7 +11,7 @@ from titanlite.distributed.mesh import Degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
 from titanlite.guard.policy import check_guard_config
 from titanlite.job.config import JobConfig
-from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
@@ -23,14 +23,9 @@ from titanlite.optim.config import ParameterGroupConfig
 from titanlite.optim.low_memory import StateDtype
 from titanlite.optim.mup import check_mup_optimizers
 from titanlite.optim.recipe import matches_any
-from titanlite.parallelize.expert import (
-    check_expert_parallel,
-    expert_shard_shape,
-    hidden_dims_of_experts,
-)
+from titanlite.parallelize.expert import check_expert_parallel, weight_shards
 from titanlite.parallelize.float8 import FLOAT8_FALLBACK_SINCE, Gpu, check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
-from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.settings import format_value
 
 
@@ -116,20 +111,12 @@ def _check_quantisation_blocks(
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    hidden_dims = hidden_dims_of_experts(model)
-    for name, parameter in model.named_parameters():
-        shape, hidden_dim = parameter.shape, hidden_dims.get(name)
-        if hidden_dim is not None:
-            local = expert_shard_shape(shape, hidden_dim, degrees)
-            if len(local) == 3:
-                dim = sharded_dim_of_experts(local, degrees.expert_shard)
-                local[dim] = -(-local[dim] // degrees.expert_shard)
-            width = local[-1]
-        elif len(shape) == 2:
-            role = first_match(spec.tp_plan, name.rpartition(".")[0])
-            _, width = weight_shard_size(role, *shape, degrees.tensor, sizes.head_width)
-        else:
-            continue
+    for name, local in weight_shards(model, spec, sizes, degrees).items():
+        shape = model.get_parameter(name).shape
+        if len(local) == 3:
+            dim = sharded_dim_of_experts(local, degrees.expert_shard)
+            local[dim] = -(-local[dim] // degrees.expert_shard)
+        width = local[-1]
         block = moment_format(shape, state_dtype).block
         if block and width % block:
             yield ConfigError(

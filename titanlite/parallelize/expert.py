@@ -10,7 +10,7 @@ Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.errors import ConfigError
-from titanlite.models import ExpertSizes
+from titanlite.models import ExpertSizes, ModelSizes, ModelSpec, first_match
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, compute_experts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
+from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import (
     SEQUENCE_DIM,
     distribute_parameter,
@@ -53,13 +54,26 @@ def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
     return dims
 
 
-def expert_shard_shape(shape: Sequence[int], hidden_dim: int, degrees: Degrees) -> list[int]:
-    """A rank's part of a weight of experts before FSDP shards it: [E, ...], or of shared ones."""
-    local = list(shape)
-    if len(local) == 3:
-        local[0] //= degrees.expert
-    local[hidden_dim] //= degrees.expert_tensor_ranks if len(local) == 3 else degrees.tensor
-    return local
+def weight_shards(
+    model: nn.Module, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
+) -> dict[str, list[int]]:
+    """Parameter name -> shape of a rank's part of it before FSDP shards it; the largest, if uneven.
+
+    Of matrices and stacked experts [E, ...]; other parameters are left out.
+    """
+    shards, hidden_dims = {}, hidden_dims_of_experts(model)
+    for name, parameter in model.named_parameters():
+        shape = list(parameter.shape)
+        hidden_dim, stacked = hidden_dims.get(name), len(shape) == 3
+        if hidden_dim is not None:
+            shape[0] //= degrees.expert if stacked else 1
+            shape[hidden_dim] //= degrees.expert_tensor_ranks if stacked else degrees.tensor
+            shards[name] = shape
+        elif len(shape) == 2:
+            role, (rows, columns) = first_match(spec.tp_plan, name.rpartition(".")[0]), shape
+            size = weight_shard_size(role, rows, columns, degrees.tensor, sizes.head_width)
+            shards[name] = list(size)
+    return shards
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import ModuleType
@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
+from titanlite.models import ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.router import RouterGate
-from titanlite.parallelize.expert import expert_shard_shape, hidden_dims_of_experts
-from titanlite.parallelize.tensor import weight_shard_size
+from titanlite.parallelize.expert import weight_shards
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
 SECTION = "quantize.linear.float8"
@@ -283,7 +282,7 @@ def check_float8(
     with torch.device("meta"):
         model = spec.build(sizes)
     yield from _check_filters(config, model)
-    yield from _check_shards(config, model, spec.tp_plan, sizes.head_width, degrees)
+    yield from _check_shards(config, model, spec, sizes, degrees)
     needs_alignment = not config.emulate and config.recipe_name != "rowwise_with_gw_hp"
     if needs_alignment and tokens % ALIGNMENT:
         yield ConfigError(
@@ -317,24 +316,14 @@ def _check_filters(config: Float8Config, model: nn.Module) -> Iterator[ConfigErr
 
 
 def _check_shards(
-    config: Float8Config,
-    model: nn.Module,
-    tp_plan: Mapping[str, str],
-    head_width: int,
-    degrees: Degrees,
+    config: Float8Config, model: nn.Module, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[ConfigError]:
     """Reject shards that Float8 hardware or torchao's all-gather does not support."""
     selected, _ = select_float8_layers(model, config)
-    unaligned, uneven, hidden_dims = {}, {}, hidden_dims_of_experts(model)
+    unaligned, uneven, shards = {}, {}, weight_shards(model, spec, sizes, degrees)
     fsdp_ranks = degrees.shard * degrees.context
     for name, pattern in zip(selected, _block_patterns(selected), strict=True):
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        size = (layer.out_features, layer.in_features)
-        role = first_match(tp_plan, name)
-        rows, columns = weight_shard_size(role, *size, degrees.tensor, head_width)
-        if (hidden_dim := hidden_dims.get(f"{name}.weight")) is not None:  # of shared experts
-            rows, columns = expert_shard_shape(size, hidden_dim, degrees)
+        rows, columns = shards[f"{name}.weight"]
         if rows % ALIGNMENT or columns % ALIGNMENT:
             unaligned[pattern] = f"{rows}x{columns}"
         if rows % fsdp_ranks:
