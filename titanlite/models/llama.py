@@ -176,6 +176,10 @@ NAMES = {  # of every parameter that one of the families with these blocks has
     "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
     "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
     "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
+    "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
+    "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }  # the tensors are equal, without a permutation: rotary pairs are (i, i + K/2) in both

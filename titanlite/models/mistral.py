@@ -31,7 +31,10 @@ WINDOW_KEY, WINDOW = "sliding_window", 4096  # transformers' default; null: no w
 
 
 def implied_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The key-value heads that are left out; raises CheckpointError for a window that may be."""
+    """The key-value heads of a config.json that leaves them out.
+
+    Raises CheckpointError for a window that `layer_types` may contradict.
+    """
     window = config.get(WINDOW_KEY, WINDOW)
     if window is not None and config.get("layer_types"):
         # AutoModel then builds Ministral, which follows layer_types, and MistralForCausalLM ignores
@@ -71,9 +74,4 @@ FLAVORS = {
     "7B-v0.3": MistralSizes(4096, 32, 32, 8, 14_336),
 }
 
-MISTRAL = replace(
-    LLAMA3,
-    name="mistral",
-    flavors=FLAVORS,
-    hugging_face=HUGGING_FACE,
-)
+MISTRAL = replace(LLAMA3, name="mistral", flavors=FLAVORS, hugging_face=HUGGING_FACE)

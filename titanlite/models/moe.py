@@ -6,7 +6,7 @@ Dropless: every selected expert computes its tokens, however uneven the load. No
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,17 +38,11 @@ def compute_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tenso
     return grouped_matmul(hidden, w2, groups)
 
 
-class TokenDispatch(Protocol):
-    """Lets experts compute rows, wherever the experts are."""
-
-    def __call__(
-        self, experts: GroupedExperts, rows: Tensor, counts: Tensor
-    ) -> Callable[[], Tensor]:
-        """Start to send this rank's rows [M, D], sorted by expert, to their experts.
-
-        The returned function returns their outputs [M, D] in the same order. `counts` [E], int64 on
-        the device: this rank's rows for each of all experts.
-        """
+# Lets experts compute rows, wherever the experts are: (experts, rows, counts) starts to send this
+# rank's rows [M, D], sorted by expert, to their experts. The returned function returns their
+# outputs [M, D] in the same order. `counts` [E], int64 on the device: this rank's rows for each of
+# all experts.
+TokenDispatch = Callable[[GroupedExperts, Tensor, Tensor], Callable[[], Tensor]]
 
 
 def compute_locally(experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:

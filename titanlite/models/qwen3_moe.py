@@ -9,12 +9,8 @@ from typing import Annotated
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import check_heads
-from titanlite.models.llama import NAMES as LLAMA_NAMES
-from titanlite.models.mixtral import (
-    MIXTRAL,
-    MixtralSizes,
-    hugging_face_balancing,
-)
+from titanlite.models.llama import NAMES
+from titanlite.models.mixtral import MIXTRAL, MixtralSizes, hugging_face_balancing
 from titanlite.settings import Range
 
 
@@ -33,14 +29,6 @@ class Qwen3MoESizes(MixtralSizes):
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
-
-NAMES = {
-    **LLAMA_NAMES,
-    "layers.*.moe.router.gate.weight": "model.layers.*.mlp.gate.weight",
-    "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.{expert}.gate_proj.weight",
-    "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.{expert}.up_proj.weight",
-    "layers.*.moe.experts.w2": "model.layers.*.mlp.experts.{expert}.down_proj.weight",
-}
 
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen3_moe",

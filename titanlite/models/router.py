@@ -104,7 +104,7 @@ class Router(nn.Module):
         counts, sums = torch.zeros(sizes.count, dtype=torch.int64), torch.zeros(len(SUMS))
         self.register_buffer("counts", counts, persistent=False)
         self.register_buffer("sums", sums, persistent=False)
-        self._balancing = NO_BALANCING
+        self.balancing = NO_BALANCING
         self._divisor: Tensor | float = 1.0  # of the balancing losses
         self._replicas = 1
 
@@ -141,7 +141,7 @@ class Router(nn.Module):
 
     def set_balancing(self, balancing: LoadBalancing) -> None:
         """Set the coefficients of the balancing losses."""
-        self._balancing = balancing
+        self.balancing = balancing
 
     def share_tokens(self, ranks: int) -> None:
         """Declare that `ranks` ranks route the same tokens and sum the gradients of this router.
@@ -166,11 +166,6 @@ class Router(nn.Module):
         """Whether other ranks route the same tokens."""
         return self._replicas > 1
 
-    @property
-    def balancing(self) -> LoadBalancing:
-        """The coefficients of the balancing losses."""
-        return self._balancing
-
     @torch.no_grad()
     def finish_step(self, counts: Tensor, accept: Tensor | None) -> None:
         """Update the bias and the load by the selections `counts` [E] of the global batch.
@@ -179,7 +174,7 @@ class Router(nn.Module):
         """
         counts = counts.float()
         # DeepSeek-V3, section 2.1.2: a bias grows while its expert has less than the mean load
-        if self.expert_bias is not None and (rate := self._balancing.bias_update_rate):
+        if self.expert_bias is not None and (rate := self.balancing.bias_update_rate):
             change = rate * (counts.mean() - counts).sign()
             self.expert_bias.copy_(
                 _if_accepted(accept, self.expert_bias + change, self.expert_bias)
@@ -197,7 +192,7 @@ class Router(nn.Module):
 
     def _observe(self, logits: Tensor, scores: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Count selections, and attach the balancing losses to the weights."""
-        balancing = self._balancing
+        balancing = self.balancing
         has_loss = bool(balancing.aux_loss_coef or balancing.z_loss_coef)
         with torch.set_grad_enabled(has_loss):
             probabilities = scores

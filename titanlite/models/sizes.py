@@ -27,45 +27,39 @@ ExpertHiddenDim = Annotated[int, Range(1), "width of the hidden layer of one exp
 
 
 class ModelSizes(Protocol):
-    """The sizes of one model that other packages read; each family has a frozen dataclass."""
+    """The sizes of one model that other packages read; each family has a frozen dataclass.
+
+    `head_width` is the elements of a query or key head; the keys of the others are above.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
-    def dim(self) -> int:
-        """Width of the residual stream."""
+    def dim(self) -> int: ...
 
     @property
-    def n_layers(self) -> int:
-        """Transformer blocks."""
+    def n_layers(self) -> int: ...
 
     @property
-    def n_heads(self) -> int:
-        """Query heads per block."""
+    def n_heads(self) -> int: ...
 
     @property
-    def n_kv_heads(self) -> int:
-        """Key-value heads per block."""
+    def n_kv_heads(self) -> int: ...
 
     @property
-    def head_width(self) -> int:
-        """Elements per head."""
+    def head_width(self) -> int: ...
 
     @property
-    def hidden_dim(self) -> int:
-        """Width of the feed-forward layer."""
+    def hidden_dim(self) -> int: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids that the model has embeddings for."""
+    def vocab_size(self) -> int: ...
 
     @property
-    def norm_eps(self) -> float:
-        """Epsilon of the norms."""
+    def norm_eps(self) -> float: ...
 
     @property
-    def tied_embeddings(self) -> bool:
-        """Whether the output layer shares its weights with the embedding."""
+    def tied_embeddings(self) -> bool: ...
 
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)

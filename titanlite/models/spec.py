@@ -13,12 +13,7 @@ from torch import nn
 from titanlite.errors import ConfigError
 from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.counts import ModelCounts, count_model, flops_of_block
-from titanlite.models.router import (
-    NO_BALANCING,
-    ExpertSizes,
-    LoadBalancing,
-    check_expert_sizes,
-)
+from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing, check_expert_sizes
 from titanlite.models.sizes import SizesT
 from titanlite.settings import KeyedSection, OneOf, Supported
 
