@@ -91,9 +91,9 @@ class ValidationSet:
         inputs[:count], labels[:count] = map(torch.from_numpy, read)
         return inputs, labels
 
-    def without_end(self, end: int) -> list[str]:
-        """The set's name, if its last id is not `end`, the end of a document."""
-        return [self.name] if self._source.lacks_end(end) else []
+    def sources_without(self, document_end_id: int) -> list[str]:
+        """The set's name, if its last id is not `document_end_id`."""
+        return [self.name] if self._source.lacks_end(document_end_id) else []
 
 
 class TokenizedText(TokenSource):
