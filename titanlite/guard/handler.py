@@ -193,7 +193,7 @@ class Guard(StepGuard):
         """
         judge, reason = self._judge, self._agreed_reason(replayed)
         differs, faulty, _ = find_strongest(self._search.other_bits(first.result, replayed))
-        if not differs and not reason:  # only on a GPU, where few last bits are not compared
+        if not differs and not reason:  # only on a GPU, where a difference of 1 % is tolerated
             reason = self._agreed_reason(first.result) or ViolationReason.NONFINITE
         host = faulty.host if differs else None
         verdict = judge.history.decide(first.step, reason, host, judge.config)
