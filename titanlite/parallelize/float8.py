@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import ModuleType
@@ -170,7 +170,7 @@ def convert_to_float8(part: nn.Module, config: Float8Config) -> None:
         torch._inductor.config.emulate_precision_casts = True
     names = set(selected)
     ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
-    reasons = dict(zip(_block_patterns(list(excluded)), excluded.values(), strict=True))
+    reasons = {_block_pattern(name): reason for name, reason in excluded.items()}
     shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     in_high_precision = f"; in high precision: {shown}" if shown else ""
     logger.info(
@@ -281,8 +281,10 @@ def check_float8(
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    yield from _check_filters(config, model)
-    yield from _check_shards(config, model, spec, sizes, degrees)
+    selected, excluded = select_float8_layers(model, config)
+    yield from _check_filters(config, selected, excluded)
+    shards = weight_shards(model, spec, sizes, degrees)
+    yield from _check_shards(config, {name: shards[f"{name}.weight"] for name in selected}, degrees)
     needs_alignment = not config.emulate and config.recipe_name != "rowwise_with_gw_hp"
     if needs_alignment and tokens % ALIGNMENT:
         yield ConfigError(
@@ -295,13 +297,14 @@ def check_float8(
         )
 
 
-def _check_filters(config: Float8Config, model: nn.Module) -> Iterator[ConfigError]:
+def _check_filters(
+    config: Float8Config, selected: list[str], excluded: dict[str, str]
+) -> Iterator[ConfigError]:
     """Reject filters that match no layer, and filters and sizes that leave no Float8 layer."""
-    selected, excluded = select_float8_layers(model, config)
     names = [*selected, *excluded]
     for part in config.filter_fqns:
         if part != AUTO_FILTER and not any(part in name for name in names):
-            known = ", ".join(dict.fromkeys(_block_patterns(names)))
+            known = ", ".join(dict.fromkeys(map(_block_pattern, names)))
             yield ConfigError(
                 f'{SECTION}.filter_fqns: "{part}" matches no linear layer.',
                 fix=f"Remove it; the linear layers are {known}.",
@@ -316,18 +319,15 @@ def _check_filters(config: Float8Config, model: nn.Module) -> Iterator[ConfigErr
 
 
 def _check_shards(
-    config: Float8Config, model: nn.Module, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
+    config: Float8Config, shapes: Mapping[str, list[int]], degrees: Degrees
 ) -> Iterator[ConfigError]:
-    """Reject shards that Float8 hardware or torchao's all-gather does not support."""
-    selected, _ = select_float8_layers(model, config)
-    unaligned, uneven, shards = {}, {}, weight_shards(model, spec, sizes, degrees)
-    fsdp_ranks = degrees.shard * degrees.context
-    for name, pattern in zip(selected, _block_patterns(selected), strict=True):
-        rows, columns = shards[f"{name}.weight"]
+    """Reject shards [rows, columns] that Float8 hardware or torchao's all-gather cannot use."""
+    unaligned, uneven, fsdp_ranks = {}, {}, degrees.shard * degrees.context
+    for name, (rows, columns) in shapes.items():
         if rows % ALIGNMENT or columns % ALIGNMENT:
-            unaligned[pattern] = f"{rows}x{columns}"
+            unaligned[_block_pattern(name)] = f"{rows}x{columns}"
         if rows % fsdp_ranks:
-            uneven[pattern] = f"{rows}"
+            uneven[_block_pattern(name)] = f"{rows}"
     if unaligned and not config.emulate:
         shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
         yield ConfigError(
@@ -367,6 +367,6 @@ def check_float8_device(
         )
 
 
-def _block_patterns(names: list[str]) -> list[str]:
-    """Each name with its block number replaced by `*`, because blocks are alike."""
-    return [re.sub(r"\.\d+\.", ".*.", name) for name in names]
+def _block_pattern(name: str) -> str:
+    """A name with its block number replaced by `*`, because blocks are alike."""
+    return re.sub(r"\.\d+\.", ".*.", name)
