@@ -22,10 +22,6 @@ from titanlite.storage import StorageFolder
 MOE, THEIRS = "layers.*.moe", "model.layers.*.mlp"
 NAMES = {
     **LLAMA3.hugging_face.names,
-    f"{MOE}.router.gate.weight": f"{THEIRS}.gate.weight",
-    f"{MOE}.experts.w1": f"{THEIRS}.experts.{{expert}}.gate_proj.weight",
-    f"{MOE}.experts.w3": f"{THEIRS}.experts.{{expert}}.up_proj.weight",
-    f"{MOE}.experts.w2": f"{THEIRS}.experts.{{expert}}.down_proj.weight",
     f"{MOE}.shared_experts.w1.weight": f"{THEIRS}.shared_expert.gate_proj.weight",
     f"{MOE}.shared_experts.w3.weight": f"{THEIRS}.shared_expert.up_proj.weight",
     f"{MOE}.shared_experts.w2.weight": f"{THEIRS}.shared_expert.down_proj.weight",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
@@ -162,13 +161,12 @@ def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
             fix=f"Use a divisor of {sizes.n_heads}.",
         )
     if sizes.head_width * sizes.n_heads != sizes.dim and not getattr(sizes, "head_dim", 0):
-        has_key = any(field.name == "head_dim" for field in dataclasses.fields(sizes))
-        settable = ", or set model.head_dim" if has_key else ""
+        settable = ", or set model.head_dim" if "head_dim" in sizes.__dataclass_fields__ else ""
         yield ConfigError(
             f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
             fix=f"Change one of them{settable}.",
         )
-    elif sizes.head_width % 2:
+    elif sizes.head_width % 2 and "rope_theta" in sizes.__dataclass_fields__:
         yield ConfigError(
             f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
             " even."

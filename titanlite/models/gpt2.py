@@ -6,14 +6,13 @@ before attention and feed-forward, learned positions, GELU, biases, tied embeddi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
@@ -203,14 +202,6 @@ FLAVORS = {
 }
 
 
-def check_gpt2_sizes(sizes: GPT2Sizes) -> Iterator[ConfigError]:
-    """Reject heads that do not divide the width."""
-    if sizes.dim % sizes.n_heads:
-        yield ConfigError(
-            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}."
-        )
-
-
 GPT2_FAMILY = replace(
     LLAMA3,
     name="gpt2",
@@ -218,5 +209,4 @@ GPT2_FAMILY = replace(
     build=GPT2,
     tp_plan={**LLAMA3.tp_plan, "pos_embeddings": "positions"},
     hugging_face=HUGGING_FACE,
-    check_sizes=check_gpt2_sizes,
 )
