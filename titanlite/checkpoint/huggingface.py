@@ -112,12 +112,7 @@ class HuggingFaceFolder:
         for file_name, group in groupby(locations, lambda location: location.file):
             with _open_safetensors(self.folder, file_name) as file:
                 for location in group:
-                    values = part.read(
-                        file.get_slice(location.name),
-                        part.own_shape(location.shape),
-                        offsets,
-                        lengths,
-                    )
+                    values = part.read(file.get_slice(location.name), offsets, lengths)
                     # copied, as a slice keeps the file mapped
                     yield values.clone(memory_format=torch.contiguous_format)
 

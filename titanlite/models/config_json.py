@@ -33,16 +33,10 @@ class StoredPart:
         stored = [rows * self.count, *columns]
         return torch.Size(reversed(stored) if self.transposed else stored)
 
-    def own_shape(self, stored: Sequence[int]) -> torch.Size:
-        """Shape of the parameter in a stored tensor; inverse of `stored_shape`."""
-        rows, *columns = reversed(stored) if self.transposed else stored
-        return torch.Size([rows // self.count, *columns])
-
-    def read(
-        self, stored: Any, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-    ) -> Tensor:
-        """`lengths` elements from `offsets` on of a parameter of `shape`; `stored` is sliced."""
-        first = [self.index * shape[0] + offsets[0], *offsets[1:]]
+    def read(self, stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """`lengths` elements from `offsets` on of a parameter in `stored`, a safetensors slice."""
+        rows = stored.get_shape()[-1 if self.transposed else 0] // self.count
+        first = [self.index * rows + offsets[0], *offsets[1:]]
         part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
         return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
 
