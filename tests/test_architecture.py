@@ -90,7 +90,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/tied.py: self.copy.grad": "gradient of a parameter",
     # module transformations: replace the forward or a part of a model that knows nothing of them
     "titanlite/models/decoder.py: self.output.weight": "ties the output to the embedding",
-    "titanlite/parallelize/__init__.py: output.loss": "module transformation",
+    "titanlite/parallelize/__init__.py: output.config": "module transformation",
     "titanlite/parallelize/activation_checkpoint.py: block.forward": "module transformation",
     "titanlite/parallelize/activation_offload.py: block.forward": "module transformation",
     "titanlite/parallelize/compile.py: block.forward": "module transformation",

@@ -19,7 +19,7 @@ from titanlite.checkpoint import (
 from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.kernels.attention import KeyValueCache
-from titanlite.parallelize.weight_init import tie_parameters
+from titanlite.parallelize.tied import tie_parameters
 from titanlite.storage import StorageFolder
 
 

@@ -280,7 +280,7 @@ def test_every_layout_loads_the_same_bits_as_one_process(tmp_path, layout, tied)
     for number, dtype in enumerate([torch.float32, torch.bfloat16]):
         folders.append(str(tmp_path / str(dtype)))
         export(folders[-1], random_model(sizes, number), dtype=dtype, max_shard_bytes=40_000)
-    ranks = layout.degrees.data * layout.tensor * layout.pipeline
+    ranks = layout.degrees.batch * layout.tensor * layout.pipeline
     recipe = replace(recipe, sizes=sizes)
     local = run_on_ranks(load_into_layout, ranks, layout, recipe, folders)
     assert max(local) < FAMILY.count_parameters(sizes)

@@ -76,7 +76,7 @@ def update_parameters(**section) -> None:
 def compute_loss() -> None:
     """Forward and backward of the compiled loss, in chunks, the last one shorter."""
     output = OutputLayer(256, 500).bfloat16()
-    output.loss = LossConfig(chunk_tokens=48, z_loss=1e-4)
+    output.config = LossConfig(chunk_tokens=48, z_loss=1e-4)
     compile_loss(output, COMPILED)
     hidden = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, 500, (2, 64))

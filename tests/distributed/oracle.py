@@ -106,7 +106,7 @@ class Layout:
         return Degrees(**{field.name: getattr(self, field.name) for field in fields(Degrees)})
 
     def local_batch(self, recipe: Recipe) -> int:
-        return max(1, recipe.batch // self.degrees.data // self.accumulate)
+        return max(1, recipe.batch // self.degrees.batch // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
         costs = recipe.spec.module_flops(recipe.sizes, recipe.seq_len)
@@ -254,7 +254,7 @@ def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def own_rows(mesh: Mesh, *tensors: Tensor) -> list[Tensor]:
     """This rank's rows of tensors of a global batch."""
-    rows = len(tensors[0]) // mesh.degrees.data
+    rows = len(tensors[0]) // mesh.degrees.batch
     return [each[mesh.batch_rank * rows : (mesh.batch_rank + 1) * rows] for each in tensors]
 
 

@@ -35,7 +35,7 @@ def estimate_rest(layout: Layout, recipe: Recipe) -> list[tuple[float, float, fl
         sizes=recipe.sizes,
         degrees=layout.degrees,
         pipeline=plan,
-        global_batch=batch * layout.degrees.data,
+        global_batch=batch * layout.degrees.batch,
     )
     ranks = estimate_job_memory(job).ranks
     return [(rank.parameters, rank.rest_gradients, rank.optimizer_state) for rank in ranks]

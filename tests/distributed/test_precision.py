@@ -150,7 +150,7 @@ def test_every_layout_uses_the_configured_dtypes(layout):
             assert dtypes["loss"] == torch.float32
             assert dtypes["gradient reductions"].keys() <= {torch.float32}
             assert dtypes["sums of gradients"] <= {torch.float32}
-            if layout.degrees.data * layout.context * layout.tensor > 1:
+            if layout.degrees.batch * layout.context * layout.tensor > 1:
                 assert dtypes["gradient reductions"]
                 # Four norms in each of two blocks, and the final norm.
                 assert layout.tensor == 1 or dtypes["gradient reductions"].total() >= 4 * 2 + 1

@@ -18,7 +18,7 @@ def random_inputs(dtype=torch.float32, **config):
     """(output layer, hidden states, labels of which some are ignored)."""
     torch.manual_seed(0)
     output = OutputLayer(WIDTH, IDS).to(dtype)
-    output.loss = LossConfig(**config)
+    output.config = LossConfig(**config)
     x = torch.randn(SEQUENCES, LENGTH, WIDTH).to(dtype).requires_grad_()
     labels = torch.randint(0, IDS, (SEQUENCES, LENGTH))
     labels[0, :7] = labels[2] = IGNORE_INDEX
@@ -48,7 +48,7 @@ def test_every_chunk_size_gives_the_loss_and_gradients_of_all_logits(chunk, z_lo
     for a, b in zip(actual[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
     z_part = expected[0] - reference_loss(output, x, labels).item()
-    assert output.z_loss.item() == pytest.approx(z_part, rel=1e-5, abs=1e-5)
+    assert output.last_z_loss.item() == pytest.approx(z_part, rel=1e-5, abs=1e-5)
 
 
 def test_a_validation_loss_does_not_include_z_loss():
@@ -57,7 +57,7 @@ def test_a_validation_loss_does_not_include_z_loss():
         assert output(x, labels=labels).item() == pytest.approx(
             reference_loss(output, x, labels).item()
         )
-    assert output.z_loss == 0
+    assert output.last_z_loss == 0
 
 
 def test_ignored_labels_have_zero_loss_and_gradient():
@@ -85,7 +85,7 @@ def test_memory_holds_the_logits_of_one_chunk_only(dtype, copies):
     labels = torch.randint(0, ids, (1, tokens))
     peaks = {}
     for size in (0, chunk):
-        output.loss = LossConfig(chunk_tokens=size)
+        output.config = LossConfig(chunk_tokens=size)
         peaks[size], _ = measure_allocations(lambda: output(x, labels=labels))
     print({size: f"{peak / 2**20:.2f} MiB" for size, peak in peaks.items()})  # pytest -rP
     # one copy in fp32, and one in the weights' dtype for the matmul result and the gradient
@@ -99,7 +99,7 @@ def test_fp16_weight_gradients_overflow_only_if_the_mean_overflows(tokens, chunk
     float16's maximum; after it, 4 and 17."""
     torch.manual_seed(0)
     output, x = OutputLayer(8, 64), torch.randn(1, tokens, 8) * 0.1
-    output.loss, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
+    output.config, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
     labels = torch.zeros(1, tokens, dtype=torch.int64)
 
     def weight_grad(dtype):

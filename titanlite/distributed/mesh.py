@@ -101,7 +101,9 @@ class Degrees:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
-    # borrowed from `shard`, `context` and `tensor`, so they do not multiply the number of ranks
+
+    # The next two are borrowed from `shard`, `context` and `tensor`, so they do not multiply the
+    # number of ranks.
     expert: int = 1  # ranks that the experts are partitioned over
     expert_tensor: int = 1  # tensor ranks that each expert is sharded over, if `expert` > 1
 
@@ -117,7 +119,7 @@ class Degrees:
         return borrowed // (self.expert * self.expert_tensor_ranks)
 
     @property
-    def data(self) -> int:
+    def batch(self) -> int:
         """Data-parallel ranks: those that read different samples."""
         return self.replicate * self.shard
 
@@ -188,8 +190,8 @@ def _check_expert_degrees(degrees: Degrees) -> None:
 class ExpertMesh:
     """Sub-meshes of the experts; without expert parallel, those of all other weights."""
 
-    weights: DeviceMesh
-    # ranks of expert and tensor parallel: [expert], [expert, expert_tensor] or [tensor]
+    ep_tp: DeviceMesh  # ranks that FSDP does not shard over, by the dimensions
+    # [expert], [expert, expert_tensor] or [tensor]
     fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
     exchange: DeviceMesh | None  # ranks that the experts are partitioned over; None: no partition
 
@@ -260,9 +262,9 @@ def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:
     names = ("pipeline", "replicate", *EXPERT_DIMENSIONS)
     shape = tuple(getattr(degrees, name) for name in names)
     world = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    sharded = degrees.expert_tensor > 1
+    shards_each_expert = degrees.expert_tensor > 1
     return ExpertMesh(
-        weights=world["expert", "expert_tensor"] if sharded else world["expert"],
+        ep_tp=world["expert", "expert_tensor"] if shards_each_expert else world["expert"],
         fsdp=world["replicate", "expert_shard"] if degrees.replicate > 1 else world["expert_shard"],
         exchange=world["expert"],
     )

@@ -125,7 +125,7 @@ class SavedRollbacks:
     def record(self, history: RollbackHistory) -> None:
         """Replace the history, by one with one more entry or that of a checkpoint."""
         self.history = history
-        self._counters.windows = history.windows
+        self._counters.set_windows(history.windows)
 
     def state(self) -> list[dict[str, Any]] | None:
         """The history as JSON values; None if it is empty."""

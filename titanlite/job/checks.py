@@ -38,7 +38,7 @@ from titanlite.training.batch_schedule import (
 
 def check_degrees(config: JobConfig, degrees: Degrees) -> Iterator[UserError]:
     """Yield the problems of the degrees of parallelism, for any model."""
-    yield from check_batch_size(config.training, degrees.data)
+    yield from check_batch_size(config.training, degrees.batch)
     yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
     yield from check_update_options(config, degrees)
 
@@ -130,7 +130,7 @@ def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterato
         return
     steps = config.training.steps
     try:
-        global_batch = config.training.sequences_per_step((degrees or Degrees()).data)
+        global_batch = config.training.sequences_per_step((degrees or Degrees()).batch)
         batches = build_batch_schedule(config.training, global_batch)
     except ConfigError:  # reported by check_batch_size
         return

@@ -49,7 +49,7 @@ class Job:
     @property
     def rank_batch(self) -> int:
         """Sequences of a step on one data-parallel rank, after training.batch_size_ramp."""
-        return self.global_batch // self.degrees.data
+        return self.global_batch // self.degrees.batch
 
     @property
     def transforms(self) -> ModelTransforms:
@@ -209,7 +209,7 @@ class Job:
             "batch": f"{self.global_batch} sequences x {training.seq_len} tokens = {tokens:,}"
             f" tokens/step: micro-batch {training.local_batch_size} x"
             f" {pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
-            f" {pluralize(self.degrees.data, 'data-parallel rank')}",
+            f" {pluralize(self.degrees.batch, 'data-parallel rank')}",
             "ramp": str(batches) if training.batch_size_ramp else "",
             "length": f"{pluralize(training.steps, 'step')},"
             f" {batches.tokens_after(training.steps):,} tokens",

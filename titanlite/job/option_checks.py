@@ -181,7 +181,7 @@ def check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Config
 def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject settings that do not fit an update of each parameter during backward."""
     training, in_backward = config.training, "optimizer.early_step_in_backward"
-    rank_batch = training.sequences_per_step(degrees.data) // degrees.data
+    rank_batch = training.sequences_per_step(degrees.batch) // degrees.batch
     microbatches = rank_batch // training.local_batch_size
     reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
     conflicts = (
@@ -237,7 +237,7 @@ def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigEr
             " optimizer.early_step_in_backward = true would apply it.",
             fix="Disable one of the two.",
         )
-    if freq and config.training.sequences_per_step(degrees.data) == 1:
+    if freq and config.training.sequences_per_step(degrees.batch) == 1:
         yield ConfigError(
             f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
             " global batch is 1 sequence.",

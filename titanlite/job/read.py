@@ -73,5 +73,5 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
         problems += checks.check_sharding(config, spec, sizes, degrees)
     if problems or not (sizes and degrees and plan):
         return None, problems
-    global_batch = config.training.sequences_per_step(degrees.data)
+    global_batch = config.training.sequences_per_step(degrees.batch)
     return Job(config, spec, sizes, degrees, plan, global_batch), []

@@ -15,8 +15,8 @@ from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, rope_cos_sin
 from titanlite.models.sizes import ModelSizes
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
-Rotary = tuple[int, float, RopeScaling | None]
+CosSin = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
+RopeSettings = tuple[int, float, RopeScaling | None]
 # features of a head that are rotated, base of the frequencies, extension of the context
 
 
@@ -113,7 +113,7 @@ class Decoder(nn.Module):
         """Attend within documents only; see `SupportsDocuments`."""
         self.index_documents = index_documents
 
-    def rope(self, positions: Tensor) -> Rope | None:
+    def rope(self, positions: Tensor) -> CosSin | None:
         """What the blocks rotate queries and keys by."""
         return None
 
@@ -144,11 +144,13 @@ class Decoder(nn.Module):
 class RotaryDecoder(Decoder):
     """A decoder with rotary positions and RMSNorm."""
 
-    def __init__(self, sizes: ModelSizes, build_block: Callable[[int], nn.Module], rotary: Rotary):
+    def __init__(
+        self, sizes: ModelSizes, build_block: Callable[[int], nn.Module], rotary: RopeSettings
+    ):
         super().__init__(sizes, build_block, nn.RMSNorm(sizes.dim, eps=sizes.norm_eps))
         self.rotary = rotary
 
-    def rope(self, positions: Tensor) -> Rope:
+    def rope(self, positions: Tensor) -> CosSin:
         return rope_cos_sin(positions, *self.rotary)
 
 

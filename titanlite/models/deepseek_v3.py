@@ -18,7 +18,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import Rope, RotaryDecoder
+from titanlite.models.decoder import CosSin, RotaryDecoder
 from titanlite.models.llama import LLAMA3, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
@@ -119,7 +119,7 @@ class DeepSeekAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: Rope,
+        rope: CosSin,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -153,7 +153,7 @@ class SharedKey(nn.Module):
     A module, so that tensor parallelism can sum its gradient over the heads of all ranks.
     """
 
-    def forward(self, k: Tensor, rope: Rope) -> Tensor:
+    def forward(self, k: Tensor, rope: CosSin) -> Tensor:
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
 
 
@@ -304,7 +304,7 @@ TP_PLAN = {
     "layers.*.attention.w*_b": "colwise",
     "layers.*.attention.shared_key": "shared_by_heads",
 }
-ROLES = {"*.wq_b.weight": "query", **LLAMA3.parameter_roles, "*.q_norm.weight": "gain"}
+PARAMETER_ROLES = {"*.wq_b.weight": "query", **LLAMA3.parameter_roles, "*.q_norm.weight": "gain"}
 
 
 def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
@@ -339,7 +339,7 @@ DEEPSEEK_V3 = replace(
     build=DeepSeekV3,
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},
-    parameter_roles=ROLES,
+    parameter_roles=PARAMETER_ROLES,
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
     head_projections=(),

@@ -12,7 +12,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import FeedForward, Rope, Rotary, RotaryDecoder, check_heads
+from titanlite.models.decoder import CosSin, FeedForward, RopeSettings, RotaryDecoder, check_heads
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
 from titanlite.models.router import ExpertSizes
@@ -48,7 +48,7 @@ class LlamaSizes:
         return None
 
     @property
-    def rotary(self) -> Rotary:
+    def rotary(self) -> RopeSettings:
         """How queries and keys are rotated."""
         return self.head_width, self.rope_theta, self.rope_scaling
 
@@ -101,7 +101,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: Rope,
+        rope: CosSin,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -139,7 +139,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: Rope,
+        rope: CosSin,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -248,7 +248,7 @@ INIT_ROLES = {
     "*": "normal",
 }
 
-ROLES = {
+PARAMETER_ROLES = {
     "*_embeddings.weight": "embedding",
     "output.weight": "output",
     "norm.*": "output_gain",
@@ -267,7 +267,7 @@ LLAMA3: ModelSpec[Any] = ModelSpec(
     build=Llama,
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
-    parameter_roles=ROLES,
+    parameter_roles=PARAMETER_ROLES,
     hugging_face=HUGGING_FACE,
     check_sizes=check_heads,
     head_projections=["layers.*.attention.w[qkv]"],

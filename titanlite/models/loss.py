@@ -30,7 +30,7 @@ class LossConfig:
 
 
 class Vocabulary:
-    """The logits that this process computes; this class is the unsharded case, with all of them.
+    """How the softmax over the vocabulary follows from the logits of this process: here, all.
 
     Tensor parallel replaces it by subclasses that reduce over the ranks.
     """
@@ -76,9 +76,9 @@ class OutputLayer(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.loss, self.vocabulary = LossConfig(), Vocabulary()
+        self.config, self.vocabulary = LossConfig(), Vocabulary()
         self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
-        self.z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
+        self.last_z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
         self._observer: Callable[[Tensor], None] | None = None
 
     def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
@@ -103,7 +103,7 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
         with_grad = torch.is_grad_enabled()
-        loss, self.z_loss, token_losses = _OutputLoss.apply(
+        loss, self.last_z_loss, token_losses = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.flatten(), self, with_grad
         )
         if with_grad and self._observer is not None:
@@ -119,8 +119,8 @@ class _OutputLoss(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        z_weight = output.loss.z_loss if with_grad else 0.0
-        chunk = output.loss.chunk_tokens or max(1, len(x))
+        z_weight = output.config.z_loss if with_grad else 0.0
+        chunk = output.config.chunk_tokens or max(1, len(x))
         total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
         token_losses = torch.empty(len(x), device=x.device)
         x_grad = torch.empty_like(x) if with_grad else None

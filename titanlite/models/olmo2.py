@@ -11,7 +11,7 @@ from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import FeedForward, Rope, RotaryDecoder
+from titanlite.models.decoder import CosSin, FeedForward, RotaryDecoder
 from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, count_query_heads
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 
@@ -56,7 +56,7 @@ class Olmo2Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: Rope,
+        rope: CosSin,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:

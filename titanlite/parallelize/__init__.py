@@ -38,8 +38,14 @@ from titanlite.parallelize.fsdp import FSDPPolicy, apply_fsdp
 from titanlite.parallelize.pipeline import build_stage_modules
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.tensor import apply_tensor_parallel
-from titanlite.parallelize.tied import RankModel, TiedCopy, build_tied_copies, pairs_inside
-from titanlite.parallelize.weight_init import init_weights, tie_parameters
+from titanlite.parallelize.tied import (
+    RankModel,
+    TiedCopy,
+    build_tied_copies,
+    pairs_inside,
+    tie_parameters,
+)
+from titanlite.parallelize.weight_init import init_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
@@ -90,7 +96,8 @@ class ShardedModel:
     output: OutputLayer | None  # output layer and loss; None if another pipeline rank has it
     dim: int  # width of the residual stream
     compute_dtype: torch.dtype
-    update_float8_scales: Callable[[], None] = lambda: None  # call after each weight update
+    update_float8_scales: Callable[[], None] = lambda: None
+    # called before each step and each validation batch, because the weights may have changed
     tied_copies: tuple[TiedCopy, ...] = ()  # of parameters that two pipeline stages share
     splits_backward: bool = True  # see ModelTransforms
 
@@ -109,13 +116,15 @@ def parallelize(
     activation_checkpoint = transforms.activation_checkpoint
     output = getattr(model, spec.output_path)
     if output is not None:
-        output.loss = transforms.loss
+        output.config = transforms.loss
     for router in find_routers(model):
         router.set_balancing(transforms.load_balancing)
     convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
-    styles = select_linear_styles(transforms.float8)
+    linear_styles_of = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
-    apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
+    apply_tensor_parallel(
+        model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, linear_styles_of
+    )
     apply_expert_parallel(model, mesh)  # with TP: both replace parameters by shards
     tied = pairs_inside(model, spec.tied_parameters(sizes))
     tie_parameters(model, tied)  # TP replaced both parameters of a tied pair
@@ -133,7 +142,7 @@ def parallelize(
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
         offload_activations(blocks, mesh.fsdp.device_type)
-    # The shared weight must not be in two FSDP groups.
+    # A tied weight must be in one FSDP group only, here that of the whole model.
     before, after = ([], []) if tied else _modules_around_blocks(model, spec.blocks_path)
     reshard = config.fsdp_reshard_after_forward
     if reshard == "default" and config.pipeline_parallel_degree > 1:

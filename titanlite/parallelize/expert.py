@@ -113,13 +113,13 @@ def _dispatch(
 
 def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
     """Shard the weights: experts over expert ranks, their hidden width over the tensor ranks."""
-    if mesh.weights.size() == 1:
+    if mesh.ep_tp.size() == 1:
         return
     for name, dim in EXPERT_HIDDEN_DIMS.items():
         placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
-        if mesh.weights.ndim == 2:
+        if mesh.ep_tp.ndim == 2:
             placements.append(Shard(dim))
-        distribute_parameter(experts, name, mesh.weights, placements)
+        distribute_parameter(experts, name, mesh.ep_tp, placements)
     _replace_forward(experts, partial(_local_experts_forward, experts))
 
 

@@ -30,6 +30,13 @@ def _has_parameter(model: nn.Module, name: str) -> bool:
     return name.rpartition(".")[0] in dict(model.named_modules())
 
 
+def tie_parameters(model: nn.Module, pairs: TiedPairs) -> None:
+    """Make each pair (name, other) the same parameter; a transform may have replaced both."""
+    for name, other in pairs:
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, model.get_parameter(other))
+
+
 class RankModel(nn.Module):
     """The modules of a pipeline rank, of a model whose tied parameters are in different stages.
 

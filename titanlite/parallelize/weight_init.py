@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from titanlite.models.router import find_routers
 
 BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes the weights of every seed
 
-INIT_ROLES = (  # of parameters, in ModelSpec.init_roles
+INIT_ROLE_NAMES = (  # of parameters, in ModelSpec.init_roles
     "normal",
     "residual",  # layers that write to the residual: scaled down by depth
     "ones",
@@ -39,13 +39,6 @@ class Normal(NamedTuple):
 
     std: float
     tails: Literal["clamped", "redrawn", "kept"] = "clamped"
-
-
-def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
-    """Make each pair (name, other) the same parameter; a transform may have replaced both."""
-    for name, other in pairs:
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, model.get_parameter(other))
 
 
 @torch.no_grad()
@@ -67,11 +60,11 @@ def init_weights(
     for name, parameter in model.named_parameters():
         role = first_match(spec.init_roles, name)
         factor = widths[name].init_factor if widths else 1.0
-        if role not in INIT_ROLES:
+        if role not in INIT_ROLE_NAMES:
             shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
             raise ConfigError(
                 f"parameter {name}: the model family gives it {shown}.",
-                fix=f"Use one of {', '.join(INIT_ROLES)}.",
+                fix=f"Use one of {', '.join(INIT_ROLE_NAMES)}.",
             )
         if role == "ones":
             parameter.fill_(factor)

@@ -78,8 +78,8 @@ class SpmdEngine:
 
 def loss_terms(loss: Tensor, output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
     """[cross-entropy, z-loss] of their sum `loss`; z-loss: of the last forward of `output`."""
-    assert output is not None and output.z_loss is not None
-    z_loss = output.z_loss / divisor
+    assert output is not None and output.last_z_loss is not None
+    z_loss = output.last_z_loss / divisor
     return torch.stack((loss.detach() - z_loss, z_loss))
 
 

@@ -76,6 +76,10 @@ class Counters:
                 f"gaps = {self.gaps!r:.80}: must be ranges in order, before {self.position}"
             )
 
+    def set_windows(self, windows: tuple[PositionWindow, ...]) -> None:
+        """Replace the windows, after a roll-back or from a checkpoint."""
+        self.windows = windows
+
 
 @dataclass(frozen=True)
 class HostState:

@@ -62,7 +62,7 @@ class SimulatedRun:
         following = history.next_try(trouble, config)
         self._go_back(step)
         self.history = following
-        self.counters.windows = self.history.windows
+        self.counters.set_windows(self.history.windows)
         attempt = following.tries[-1]
         window = attempt.window
         event = {"event": "rolled_back", "step": step, "from_step": latest}

@@ -114,9 +114,9 @@ class LayoutSpace:
     def frames(self) -> Iterator[Frame]:
         """Legal degrees and micro-batches, with at least one schedule each."""
         for degrees in self._degrees():
-            if self.global_batch % degrees.data:
+            if self.global_batch % degrees.batch:
                 continue
-            rank_batch = self.global_batch // degrees.data
+            rank_batch = self.global_batch // degrees.batch
             for micro_batch in self.values("micro_batch", divisors(rank_batch)):
                 if rank_batch % micro_batch == 0:
                     for precision in self.precisions:

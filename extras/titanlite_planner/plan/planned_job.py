@@ -42,7 +42,7 @@ def planned_config(base: JobConfig, choice: LayoutChoice) -> JobConfig:
     training = dataclasses.replace(
         base.training,
         local_batch_size=rank_batch if pipelined else frame.micro_batch,
-        global_batch_size=rank_batch * degrees.data,
+        global_batch_size=rank_batch * degrees.batch,
     )
     validation = dataclasses.replace(
         base.validation, local_batch_size=frame.micro_batch * degrees.pipeline

@@ -58,7 +58,7 @@ def all_degrees():
 
 def all_frames():
     for degrees in all_degrees():
-        rank_batch = max(1, BATCH // degrees.data)
+        rank_batch = max(1, BATCH // degrees.batch)
         for micro_batch in range(1, rank_batch + 1):
             yield Frame(degrees, micro_batch, max(1, rank_batch // micro_batch))
 
@@ -71,7 +71,7 @@ def test_the_degrees_and_schedules_are_those_that_train_py_accepts(base):
         candidates = [("1F1B", 1)]
         if frame.degrees.pipeline > 1:
             candidates = list(itertools.product(SCHEDULES, range(1, 4)))
-        divides = frame.micro_batch * frame.n_microbatches * frame.degrees.data == BATCH
+        divides = frame.micro_batch * frame.n_microbatches * frame.degrees.batch == BATCH
         for name, stages in candidates:
             if (SCHEDULES[name].stages_per_rank == 1) != (stages == 1) and candidates[1:]:
                 continue  # not expressible: such a schedule has one stage a rank, or several
@@ -154,7 +154,7 @@ def test_experts_are_divided_in_every_way_that_train_accepts():
             continue
         for expert, expert_tensor in itertools.product((1, 2, 3, 4, 6), (1, 2, 4)):
             degrees = Degrees(*ranks, expert, expert_tensor)
-            frame = Frame(degrees, 1, 4 // degrees.data)
+            frame = Frame(degrees, 1, 4 // degrees.batch)
             choice = LayoutChoice(frame)
             is_same = expert == 1 and expert_tensor > 1  # as expert_tensor = 1
             if not is_same and is_accepted(config, choice):
