@@ -87,24 +87,26 @@ class Decoder(nn.Module):
     """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
 
     `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope,
-    documents, cache). A pipeline stage has only its own blocks in `layers`; other modules that it
-    does not own are None.
+    documents, cache); rope is None without `rotary`. `norm`, behind the blocks, is an RMSNorm by
+    default. A pipeline stage has only its own blocks in `layers`; other modules that it does not
+    own are None.
     """
 
     def __init__(
         self,
         sizes: ModelSizes,
         build_block: Callable[[int], nn.Module],
-        norm: nn.Module,
+        rotary: RopeSettings | None = None,
+        norm: nn.Module | None = None,
         pos_embeddings: nn.Module | None = None,
     ):
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.rotary = sizes, rotary
         self.index_documents: IndexDocuments | None = None
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
         self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(sizes.n_layers)})
-        self.norm = norm
+        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if norm is None else norm
         self.output = OutputLayer(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -112,10 +114,6 @@ class Decoder(nn.Module):
     def use_document_mask(self, index_documents: IndexDocuments) -> None:
         """Attend within documents only; see `SupportsDocuments`."""
         self.index_documents = index_documents
-
-    def rope(self, positions: Tensor) -> CosSin | None:
-        """What the blocks rotate queries and keys by."""
-        return None
 
     def forward(
         self,
@@ -130,7 +128,7 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = self.rope(positions)
+        rope = None if self.rotary is None else rope_cos_sin(positions, *self.rotary)
         if documents is None and self.index_documents is not None:
             documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -139,19 +137,6 @@ class Decoder(nn.Module):
             x = block(x, rope, documents, None if caches is None else caches[name])
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels=labels)
-
-
-class RotaryDecoder(Decoder):
-    """A decoder with rotary positions and RMSNorm."""
-
-    def __init__(
-        self, sizes: ModelSizes, build_block: Callable[[int], nn.Module], rotary: RopeSettings
-    ):
-        super().__init__(sizes, build_block, nn.RMSNorm(sizes.dim, eps=sizes.norm_eps))
-        self.rotary = rotary
-
-    def rope(self, positions: Tensor) -> CosSin:
-        return rope_cos_sin(positions, *self.rotary)
 
 
 def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:

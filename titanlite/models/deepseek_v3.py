@@ -18,7 +18,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import CosSin, RotaryDecoder
+from titanlite.models.decoder import CosSin, Decoder
 from titanlite.models.llama import LLAMA3, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
@@ -157,7 +157,7 @@ class SharedKey(nn.Module):
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
 
 
-class DeepSeekV3(RotaryDecoder):
+class DeepSeekV3(Decoder):
     """The transformer of DeepSeek-V3."""
 
     def __init__(self, sizes: DeepSeekV3Sizes):

@@ -12,7 +12,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import CosSin, FeedForward, RopeSettings, RotaryDecoder, check_heads
+from titanlite.models.decoder import CosSin, Decoder, FeedForward, RopeSettings, check_heads
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
 from titanlite.models.router import ExpertSizes
@@ -148,7 +148,7 @@ class TransformerBlock(nn.Module):
         return x + feed_forward(self.ffn_norm(x))
 
 
-class Llama(RotaryDecoder):
+class Llama(Decoder):
     """The transformer of Llama, and of the families that only have other sizes of these blocks."""
 
     def __init__(self, sizes: Any):  # LlamaSizes, with what a family adds

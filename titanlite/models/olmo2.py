@@ -11,7 +11,7 @@ from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import CosSin, FeedForward, RotaryDecoder
+from titanlite.models.decoder import CosSin, Decoder, FeedForward
 from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, count_query_heads
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 
@@ -64,7 +64,7 @@ class Olmo2Block(nn.Module):
         return x + self.ffn_norm(self.feed_forward(x))
 
 
-class Olmo2(RotaryDecoder):
+class Olmo2(Decoder):
     """The transformer of OLMo 2."""
 
     def __init__(self, sizes: Olmo2Sizes):
