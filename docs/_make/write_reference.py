@@ -2,7 +2,7 @@
 
 - docs/reference/configuration.md, from the schema of the configuration
 - docs/reference/recipe.md, from the schema of a recipe of a corpus
-- the line counts in README.md
+- with --count, the line counts in README.md
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--count", action="store_true", help="count the lines in README.md again")
     pages = {
         CONFIGURATION: reference_page(JobConfig),
         RECIPE: reference_page(Recipe, "Recipe", {"sources": CorpusSource}),
-        README: update_line_counts(ROOT, README.read_text("utf-8")),
     }
+    if parser.parse_args().count:
+        pages[README] = update_line_counts(ROOT, README.read_text("utf-8"))
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(f"wrote {page.relative_to(ROOT)}")

@@ -149,7 +149,7 @@ MAX_WEIGHT = {"path": 6500, "base": 16_500, "all": 32_850}  # lines; may only fa
 
 
 def test_the_trainer_does_not_grow(capsys):
-    """Raise no limit without a reason in the commit; `write_reference.py` writes the README."""
+    """Raise no limit without a reason in the commit; `write_reference.py --count` writes the README."""
     script = runpy.run_path(str(ROOT / "docs/_make/write_reference.py"))
     text = README.read_text("utf-8")
     weight = script["weigh"](ROOT, text)._asdict()

@@ -15,7 +15,6 @@ _ERROR_EVENTS = (  # logged as errors
     "rollback_failed",
 )
 _WARNING_EVENTS = ("straggler",)
-_LONG_EVENTS = ("layer_norms", "source_losses", "settings_changed")  # have no or another log line
 _OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
@@ -33,7 +32,7 @@ class Console:
         logger.info("%s", "  ".join([self._position(record["step"]), *self._fields(record)]))
 
     def event(self, record: dict[str, Any]) -> None:
-        if record["event"] in _LONG_EVENTS:
+        if any(isinstance(value, dict) for value in record.values()):  # too long for a line
             return
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.log import logger
-from titanlite.metrics.jsonl import ROLLBACK_EVENT
+from titanlite.metrics.jsonl import MEASUREMENTS, ROLLBACK_EVENT
 
 _GROUPS = {  # of keys of step records; a prefix groups the charts. The others are in train/
     "tokens_per_second": "speed",
@@ -115,11 +115,9 @@ def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"validation/{record['name']}/{key}", record[key]
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
-    elif event in ("noise_scale", "expert_load"):
+    elif event in MEASUREMENTS:
         for key, value in record.items():
-            if isinstance(value, float) and key != "time":
-                yield f"{event}/{key}", value
-    elif event == "layer_norms":
-        for kind in ("gradient", "weight", "update"):
-            for layer, norm in record[kind].items():
-                yield f"layer_norms/{kind}/{layer}", norm
+            table = value if isinstance(value, dict) else {"": value}
+            for name, number in table.items():
+                if isinstance(number, float) and key != "time":
+                    yield "/".join(filter(None, (event, key, name))), number

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.errors import ConfigError
+from titanlite.metrics.jsonl import MEASUREMENTS
 from titanlite_lab.loss_curve import smooth
 from titanlite_lab.report.advice import advise
 from titanlite_lab.report.chart import Chart, ChartLine, ChartMarker, format_number
@@ -34,10 +35,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "settings_changed": "#c48a00",
     "stopped": "#7a7f87",
 }
-ROUTINE_EVENTS = (
-    *("validation", "checkpoint_saved"),
-    *("layer_norms", "noise_scale", "expert_load"),
-)
+ROUTINE_EVENTS = ("validation", "checkpoint_saved", *MEASUREMENTS)
 USES = {  # of the wall time, as the page names them
     "training": "training",
     "data": "waiting for data",
