@@ -12,33 +12,23 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar
 
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titanlite.errors import CheckpointError, UserError
-from titanlite.files import check_url, fsync_folder
+from titanlite.files import check_url, fsync_folder, write_file_atomically
 from titanlite.threads import open_thread_pool
 
-READ_BYTES = 1 << 23  # of one request to a remote file system
 UNFINISHED = "unfinished"  # marker file of a folder that is being written or removed
 PARALLEL_DELETIONS = 16  # requests in flight; an object store answers each after tens of ms
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class BinaryReader(Protocol):
-    """A binary file that is open for reading, of any file system."""
-
-    def read(self, size: int = -1, /) -> bytes: ...
-
-    def readinto(self, buffer: memoryview, /) -> int: ...
-
-    def seek(self, position: int, /) -> int: ...
 
 
 class StorageUnreachable(CheckpointError):
@@ -169,7 +159,7 @@ class StorageFolder:
         return self.fs.size(self.path_of(name)) or 0
 
     @contextmanager
-    def open_for_reading(self, name: str) -> Iterator[BinaryReader]:
+    def open_for_reading(self, name: str) -> Iterator[BufferedIOBase]:
         with self.fs.open(self.path_of(name), "rb") as stream:
             yield stream
 
@@ -192,11 +182,8 @@ class StorageFolder:
         if not self.local:
             self.fs.pipe_file(self.path_of(name), content)
             return
-        with self.open_for_writing(f"{name}.tmp") as stream:
-            stream.write(content)
         self.fsync_folder()  # other files must survive a crash if the file that lists them does
-        os.replace(self.path_of(f"{name}.tmp"), self.path_of(name))
-        self.fsync_folder()
+        write_file_atomically(Path(self.path_of(name)), content)
         self.parent.fsync_folder()
 
     @_raise_storage_unreachable
@@ -241,14 +228,9 @@ class StorageFolder:
     def hash_of(self, name: str) -> str:
         """xxh3_128 of a file's content."""
         digest = xxhash.xxh3_128()
-        if not self.local:
-            with self.open_for_reading(name) as stream:
-                while content := stream.read(READ_BYTES):
-                    digest.update(content)
-            return digest.hexdigest()
         buffer = memoryview(bytearray(1 << 20))  # reused: fresh memory costs more than hashing
-        with open(self.path_of(name), "rb", buffering=0) as raw:
-            while count := raw.readinto(buffer):
+        with self.open_for_reading(name) as stream:
+            while count := stream.readinto(buffer):
                 digest.update(buffer[:count])
         return digest.hexdigest()
 

@@ -88,7 +88,7 @@ def test_names_are_synced_before_the_manifest_is_named(tmp_path, monkeypatch):
     folder = StorageFolder(tmp_path) / "step-1"
     folder.create_folder()
     folder.write_atomically("manifest.json", b"{}")
-    written = ["manifest.json.tmp", "step-1", "named", "step-1", tmp_path.name]
+    written = ["step-1", f"manifest.json.{os.getpid()}.tmp", "named", "step-1", tmp_path.name]
     assert done[-len(written) :] == written
 
 

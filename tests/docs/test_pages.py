@@ -145,11 +145,11 @@ def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
         assert abs(lines - real) <= 0.1 * real, f"{path}: {lines} in the README, {real} in truth"
 
 
-MAX_WEIGHT = {"path": 6500, "base": 16_500, "all": 32_850}  # lines; may only fall
+MAX_WEIGHT = {"path": 6500, "base": 16_200, "all": 31_000}  # lines; may only fall
 
 
 def test_the_trainer_does_not_grow(capsys):
-    """Raise no limit without a reason in the commit; `write_reference.py --count` writes the README."""
+    """Raise no limit without a reason in the commit. `write_reference.py --count` counts again."""
     script = runpy.run_path(str(ROOT / "docs/_make/write_reference.py"))
     text = README.read_text("utf-8")
     weight = script["weigh"](ROOT, text)._asdict()

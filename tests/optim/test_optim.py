@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.job.option_checks import check_group_patterns
 from titanlite.models import FAMILIES
 from titanlite.optim import (
+    LR_DECAYS,
     OPTIMIZERS,
     LRSchedulerConfig,
     MatrixFacts,
@@ -184,6 +185,9 @@ def test_bfloat16_moments_that_would_not_change_are_refused(section, key):
     assert not list(check_optimizer_config(config, "float32"))
 
 
+DECAYS = " | ".join(f'"{name}"' for name in LR_DECAYS)
+
+
 @pytest.mark.parametrize(
     ("schema", "key", "allowed"),
     [
@@ -193,8 +197,8 @@ def test_bfloat16_moments_that_would_not_change_are_refused(section, key):
             '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP".'
             ' Did you mean "SGD"?',
         ),
-        (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
-        (LRSchedulerConfig, "weight_decay_type", '"constant" | "linear" | "sqrt" | "cosine".'),
+        (LRSchedulerConfig, "decay_type", f"{DECAYS}."),
+        (LRSchedulerConfig, "weight_decay_type", f'"constant" | {DECAYS}.'),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(schema, key, allowed):

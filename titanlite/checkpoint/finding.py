@@ -123,7 +123,9 @@ def verify_on_all_ranks(
             folder, sizes=verify != "off", files=dist.get_rank() == 0
         )
         if verify == "full":
-            check_hashes(folder, manifest, _files_of_this_rank(manifest))
+            by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
+            own = by_size[dist.get_rank() :: dist.get_world_size()]  # the ranks divide the files
+            check_hashes(folder, manifest, own)
         return manifest
 
     manifest, error = capture_user_error(check)
@@ -133,9 +135,3 @@ def verify_on_all_ranks(
         if storage_problems := gather_problems(unreachable, group):
             raise CheckpointError(" ".join(storage_problems)).mark_on_all_ranks()
     return manifest, " ".join(problems)
-
-
-def _files_of_this_rank(manifest: CheckpointManifest) -> list[str]:
-    """The files that this rank hashes when all ranks verify a checkpoint."""
-    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
-    return by_size[dist.get_rank() :: dist.get_world_size()]

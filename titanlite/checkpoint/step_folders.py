@@ -45,17 +45,14 @@ def list_steps(folder: StorageFolder) -> CheckpointListing:
         if not match:
             continue
         files = (folder / name).sizes()
-        if match[2] == ".removed" or _is_unfinished(files):
+        is_unfinished = not files or (UNFINISHED in files and MANIFEST_FILE not in files)
+        if match[2] == ".removed" or is_unfinished:
             unfinished.append(name)
         elif match[2] or ASIDE in files:
             aside.append(name)
         else:
             steps.append(int(match[1]))
     return CheckpointListing(sorted(steps), sorted(aside, key=step_sort_key), unfinished)
-
-
-def _is_unfinished(files: dict[str, int]) -> bool:
-    return not files or (UNFINISHED in files and MANIFEST_FILE not in files)
 
 
 def step_sort_key(name: str) -> tuple[int, int]:

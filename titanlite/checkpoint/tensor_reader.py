@@ -41,7 +41,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.model_state import State
 from titanlite.errors import CheckpointError
-from titanlite.storage import BinaryReader, StorageFolder
+from titanlite.storage import StorageFolder
 
 BUFFER_BYTES = 1 << 26  # most bytes of one read, and of a buffer of rows before they are converted
 
@@ -140,7 +140,7 @@ class _CheckpointReader(BaseStorageReader):
         return completed_future(None)
 
     def _read_item(
-        self, stream: BinaryReader, item: ReadItem, chunk: Chunk, planner: LoadPlanner
+        self, stream: io.BufferedIOBase, item: ReadItem, chunk: Chunk, planner: LoadPlanner
     ) -> None:
         target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
         try:
@@ -151,7 +151,7 @@ class _CheckpointReader(BaseStorageReader):
 
 
 def read_part_of_chunk(
-    stream: BinaryReader,
+    stream: io.BufferedIOBase,
     chunk: Chunk,
     dtype: torch.dtype,
     offsets: Sequence[int],
@@ -178,7 +178,7 @@ def read_part_of_chunk(
         target[first : first + len(buffer)].copy_(buffer[wanted])
 
 
-def find_elements(stream: BinaryReader, chunk: Chunk, element_bytes: int) -> int:
+def find_elements(stream: io.BufferedIOBase, chunk: Chunk, element_bytes: int) -> int:
     """The position in the file of a chunk's elements, which have `element_bytes` bytes in total."""
     tail_bytes = min(chunk.length, _TAIL_BYTES)
     tail = _read_exactly(stream, chunk.start + chunk.length - tail_bytes, tail_bytes)
@@ -228,7 +228,7 @@ def _find_local_header(tail: _ArchiveTail, element_bytes: int) -> int:
     return data[0].header_offset
 
 
-def _read_exactly(stream: BinaryReader, begin: int, size: int) -> bytes:
+def _read_exactly(stream: io.BufferedIOBase, begin: int, size: int) -> bytes:
     stream.seek(begin)
     content = stream.read(size)
     if len(content) != size:
@@ -236,7 +236,7 @@ def _read_exactly(stream: BinaryReader, begin: int, size: int) -> bytes:
     return content
 
 
-def _read_into_tensor(stream: BinaryReader, begin: int, target: Tensor) -> None:
+def _read_into_tensor(stream: io.BufferedIOBase, begin: int, target: Tensor) -> None:
     """Fill a contiguous tensor with the bytes from position `begin` on."""
     left = target.view(-1).view(torch.uint8).numpy().data
     stream.seek(begin)

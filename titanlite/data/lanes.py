@@ -66,7 +66,10 @@ def assign_units_to_lanes(units: Sequence[TextUnit], lanes: int) -> list[list[Te
 
 def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
     """Units of about equal size; of a file that cannot be divided, every n-th document."""
-    sizes = {part.path: _text_bytes(part) for part in parts}
+    sizes = {
+        part.path: part.bytes * (_EXPANSION if part.path.endswith(COMPRESSIONS) else 1)
+        for part in parts
+    }
     share = sum(sizes.values()) // (lanes * _UNITS)
     limit = max(_MIN_UNIT_BYTES, min(_MAX_UNIT_BYTES, share))
     units: list[TextUnit] = []
@@ -78,10 +81,6 @@ def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
         stride = min(lanes, -(-sizes[part.path] // limit))
         units += [TextUnit(part, first, stride) for first in range(stride)]
     return units
-
-
-def _text_bytes(part: FileRange) -> int:
-    return part.bytes * (_EXPANSION if part.path.endswith(COMPRESSIONS) else 1)
 
 
 def hash_division(parts: list[FileRange], lanes: int) -> str:

@@ -33,7 +33,10 @@ def to_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
     """
     content = tokenizer.files.get("tokenizer.json")
     if content is None:
-        content = _ranks_to_json(_read_tokenizer_ranks(tokenizer), tokenizer)
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        if tokenizer.name != BYTES:
+            ranks = parse_ranks(tokenizer.name, tokenizer.files["tokenizer.model"])
+        content = _ranks_to_json(ranks, tokenizer)
     table = json.loads(content)
     wanted = {
         "truncation": None,
@@ -65,12 +68,6 @@ def _post_processor(table: dict[str, Any], tokenizer: Tokenizer, bos: bool) -> A
 
 def _template_piece(kind: str, id: str, type_id: int) -> dict[str, Any]:
     return {kind: {"id": id, "type_id": type_id}}
-
-
-def _read_tokenizer_ranks(tokenizer: Tokenizer) -> dict[bytes, int]:
-    if tokenizer.name == BYTES:
-        return {bytes([byte]): byte for byte in range(256)}
-    return parse_ranks(tokenizer.name, tokenizer.files["tokenizer.model"])
 
 
 def _ranks_to_json(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:

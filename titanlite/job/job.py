@@ -188,7 +188,7 @@ class Job:
     def summary(self, device: torch.device, peak_flops: float | None) -> str:
         """The job in a few lines, logged when it starts."""
         config, training, sizes = self.config, self.config.training, self.sizes
-        compute = SHORT_DTYPES[training.mixed_precision_param]
+        compute, base = SHORT_DTYPES[training.mixed_precision_param], config.mup.base
         measured = "measured " if device.type == "cpu" else ""  # a GPU's is published
         peak = (
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
@@ -202,7 +202,7 @@ class Job:
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
             f" {sizes.dim}",
             "experts": self._describe_experts(),
-            "mup": self._describe_mup(),
+            "mup": f"tuned at dim {base.dim}; width x{sizes.dim / base.dim:g}" if base else "",
             "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
             f" ({peak} in {compute})",
             "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
@@ -236,11 +236,6 @@ class Job:
             f"{experts.count} of width {experts.hidden_dim} per block, {experts.active} per"
             f" token{shared}{owned}; balancing: {self.transforms.load_balancing}"
         )
-
-    def _describe_mup(self) -> str:
-        if (base := self.config.mup.base) is None:
-            return ""
-        return f"tuned at dim {base.dim}; width x{self.sizes.dim / base.dim:g}"
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""

@@ -7,14 +7,11 @@ from typing import Any
 
 from titanlite.log import logger
 
-_ERROR_EVENTS = (  # logged as errors
-    "checkpoint_failed",
-    "checkpoint_refused",
-    "replica_mismatch",
-    "rolled_back",
-    "rollback_failed",
-)
-_WARNING_EVENTS = ("straggler",)
+_LEVELS = {  # of events; others are logged as information
+    **dict.fromkeys(("checkpoint_failed", "checkpoint_refused"), logging.ERROR),
+    **dict.fromkeys(("replica_mismatch", "rolled_back", "rollback_failed"), logging.ERROR),
+    "straggler": logging.WARNING,
+}
 _OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
@@ -41,7 +38,7 @@ class Console:
             if key not in ("event", "step", "time") and value != "":  # "": does not apply
                 text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
-        logger.log(_level(record["event"]), "%s", "  ".join(fields))
+        logger.log(_LEVELS.get(record["event"], logging.INFO), "%s", "  ".join(fields))
 
     def roll_back(self, step: int, rollbacks: int) -> None:
         self._first = None
@@ -96,12 +93,6 @@ def _format_value(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.2e}"
-
-
-def _level(event: str) -> int:
-    if event in _ERROR_EVENTS:
-        return logging.ERROR
-    return logging.WARNING if event in _WARNING_EVENTS else logging.INFO
 
 
 def format_clock(seconds: float) -> str:

@@ -123,7 +123,9 @@ class DeepSeekAttention(nn.Module):
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        q = self._queries(x).unflatten(-1, (-1, self.head_width))  # -> [B, T, H, K]
+        q = (
+            self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
+        ).unflatten(-1, (-1, self.head_width))  # -> [B, T, H, K]
         q_plain, q_rotary = q.split([self.head_width - self.rotary_dim, self.rotary_dim], -1)
         q_rotary = apply_rope(pair_halves(q_rotary), rope)
         latent, k_rotary = self.wkv_a(x).split([self.latent_dim, self.rotary_dim], -1)
@@ -142,9 +144,6 @@ class DeepSeekAttention(nn.Module):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
         out = self.attend(q, k, v, documents, cache)[..., : self.value_dim]
         return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, V] -> [B, T, H*V]
-
-    def _queries(self, x: Tensor) -> Tensor:
-        return self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
 
 
 class SharedKey(nn.Module):

@@ -102,7 +102,7 @@ class MuonKeys(AdamRuleKeys):
         return OptimizerRecipe(
             Muon,
             {"lr": lr, "momentum": self.muon_momentum, "state_dtype": dtype},
-            state_bytes=one_moment if dtype is None else _one_bfloat16_moment,
+            state_bytes=one_moment if dtype is None else lambda shape, _: 2.0 * shape.numel(),
             moment_rates=("muon_momentum",),
             hidden_only=True,
             parameter_options=parameter_options,
@@ -110,10 +110,6 @@ class MuonKeys(AdamRuleKeys):
             # whole matrix do.
             mup_rule=None if self.muon_per_head else orthogonal_update,
         )
-
-
-def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
-    return 2 * shape.numel()
 
 
 class Muon(WholeMatrixOptimizer):

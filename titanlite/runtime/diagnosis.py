@@ -68,7 +68,8 @@ class PeerDiagnosis:
         silent = [
             rank
             for rank, seconds in exchange.silent_seconds.items()
-            if seconds > limit and not (rank in exchange.heartbeats and self._has_left(rank))
+            if seconds > limit
+            and not (rank in exchange.heartbeats and exchange.heartbeats[rank].left)
         ]
         if dead := [rank for rank in silent if has_ended(exchange.heartbeats.get(rank))]:
             return f"{self._name(*dead)} has died. {self._positions(dead[0])}"
@@ -78,9 +79,6 @@ class PeerDiagnosis:
 
     def describe_silent_store(self) -> str:
         return f"The store at {store_address()} does not answer: the launcher, or rank 0, is gone."
-
-    def _has_left(self, rank: int) -> bool:
-        return bool(self._exchange.heartbeats[rank].left)
 
     def _find_straggler(self) -> str:
         """The rank that all others wait for: it has left, or is stuck in the earliest phase."""
