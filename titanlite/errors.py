@@ -53,13 +53,7 @@ class CheckpointError(UserError):
 
 
 class TrainingDiverged(UserError):
-    """The guard gave up, or a weight became inf or NaN."""
-
-    code = EXIT_DIVERGED
-
-
-class ReplicaMismatch(UserError):
-    """Replicas of the training state differ."""
+    """The guard gave up, a weight became inf or NaN, or replicas of the state differ."""
 
     code = EXIT_DIVERGED
 

@@ -67,7 +67,7 @@ def is_url(text: str) -> bool:
 
 
 class StorageFolder:
-    """One folder, which need not exist yet. Data is on the disk when a write returns.
+    """One folder, which need not exist yet. What `write_atomically` wrote is on the disk.
 
     Raises CheckpointError for a URL whose scheme is unknown or needs a missing package.
     """
@@ -261,7 +261,8 @@ class StorageFolder:
             return
         if self.local:
             renamed = f"{self.path}.removed"
-            shutil.rmtree(renamed, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                shutil.rmtree(renamed)
             os.rename(self.path, renamed)
             shutil.rmtree(renamed)
             return

@@ -160,6 +160,11 @@ def test_the_order_after_a_change_of_weights_is_the_same_as_in_earlier_versions(
 KNOWN = [[0, 2, 0, 1, 1, 1], [0, 6, 0, 1, 2, 83328], [27028, 51, 2297, 8076, 221, 3234]]
 
 
+def test_a_limit_that_no_run_reaches_ends_no_segment():
+    mixture = SampleOrder(0, [("a", 1.0, 9), SourceOrder("b", 1e-16, 9, 1000)]).mixture
+    assert len(mixture.segments) == 1 and mixture.end is None
+
+
 def test_phases_and_limits_need_no_memory_for_a_billion_samples():
     def peak_bytes(scale: int) -> int:
         tracemalloc.start()

@@ -117,7 +117,9 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
     no_saves = SimpleNamespace(
         save_seconds=0.0, writing=False, steps=lambda: [3], wait=lambda: None, failures=0
     )
-    meter = SimpleNamespace(waiting=nullcontext, paused=nullcontext, step_done=lambda tokens: None)
+    throughput = SimpleNamespace(
+        waiting=nullcontext, paused=nullcontext, step_done=lambda tokens: None
+    )
     act = periodic.PeriodicAction(
         "act",
         lambda info: bool(case.action_freq) and info.step % case.action_freq == 0,
@@ -136,7 +138,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         guard=StepGuard(),
         actions=(periodic.log_overflows(state, sinks), act),  # type: ignore[arg-type]
         checkpointer=no_saves,  # type: ignore[arg-type]
-        meter=meter,  # type: ignore[arg-type]
+        throughput=throughput,  # type: ignore[arg-type]
         sinks=sinks,  # type: ignore[arg-type]
         watchdog=SimpleNamespace(set_phase=lambda step, phase: None),  # type: ignore[arg-type]
         stop_request=SimpleNamespace(reason=lambda seconds: 0, limit_seconds=None),  # type: ignore[arg-type]

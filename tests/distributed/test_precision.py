@@ -200,7 +200,7 @@ def steps_with_an_overflow(layout) -> list[dict]:
     steps = []
     for step in range(4):
         whole = (tensor[: ADAMW.batch] for tensor in batch_at(step, ADAMW))
-        settings = StepSettings(mesh, max_norm=0.1)
+        settings = StepSettings(mesh, clip_norm=0.1)
         batch = engine.prepare(*own_rows(mesh, *whole))
         result = take_step(state, engine, batch, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.faults.launch import LaunchedRun, events_of
-from titanlite.errors import EXIT_DIVERGED, ReplicaMismatch
+from titanlite.errors import EXIT_DIVERGED, TrainingDiverged
 from titanlite.meters import replica_check
 from titanlite.meters.metered_run import ReplicaCheckConfig
 from titanlite.meters.replica_check import ReplicaFinding
@@ -113,6 +113,6 @@ def test_replicas_that_differ_can_be_logged_only(monkeypatch):
             if periodic.is_due(SimpleNamespace(step=step, ends_run=False))
         ]
         assert due == [7, 10, 20]
-        with pytest.raises(ReplicaMismatch) if action == "stop" else nullcontext():
+        with pytest.raises(TrainingDiverged) if action == "stop" else nullcontext():
             periodic.run(SimpleNamespace(step=7))
     assert events == [(7, "replica_mismatch", finding._asdict())] * 2

@@ -118,12 +118,14 @@ class MixtureSegment:
             counts = counts + np.bincount(source, minlength=len(self.weights))
         return [int(count) for count in counts]
 
-    def position_after(self, source: int, draws: int) -> int:
-        """First position at which a source of weight above 0 was drawn `draws` times in all."""
+    def position_after(self, source: int, draws: int) -> int | None:
+        """First position at which a source was drawn `draws` times; None: no run is that long."""
         needed = draws - self.drawn[source]
         after = 1
         while self.quotas.count_before(after)[source] < needed:
             after *= 2
+            if after * BLOCK > 1 << 60:
+                return None
         # the first block at whose end the source was drawn often enough
         block = bisect_left(
             range(after), needed, key=lambda b: self.quotas.count_before(b + 1)[source]
@@ -223,13 +225,12 @@ class Mixture:
                 self._seed, self._names, start, segment_weights, drawn, ramp and ramp.target
             )
             yield segment
-            ends = [] if end is None else [end]
+            ends = [end]
             for source, limit in enumerate(self._limits):
                 if limit is not None and segment_weights[source]:
                     ends.append(segment.position_after(source, limit))
-            if not ends:
+            if (stop := min((at for at in ends if at is not None), default=None)) is None:
                 break
-            stop = min(ends)
             before, drawn = drawn, segment.drawn_at(stop)
             if ramp is not None:
                 for source, share in enumerate(shares):

@@ -179,7 +179,7 @@ class SampleStream:
         }
 
     def count_near(self, position: int, sequences: int) -> int:
-        """How many of `sequences` positions can be read without tokenizing much text before."""
+        """How many of these positions come before the first that needs much text tokenized."""
         source_at, _, samples = self._order.sample_at(np.arange(position, position + sequences))
         for row, (number, sample) in enumerate(
             zip(source_at.tolist(), samples.tolist(), strict=True)

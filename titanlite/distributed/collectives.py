@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.distributed.rank_tree import RankTree
@@ -108,7 +108,7 @@ def start_all_to_all(
 
 def all_to_all_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     """Send entry i of `own` [ranks, ...] to rank i; returns the entries for this rank."""
-    received = torch.empty_like(own)
+    received = torch.empty_like(own, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, own.contiguous(), group=group)
     return received
 
@@ -230,7 +230,7 @@ class AsyncMax:
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
         self._tree = RankTree(self.group)
-        self._result: Future[list[int]]
+        self._result: Future[list[int]]  # of `start`, which must come before `wait`
 
     def start(self, *values: int) -> None:
         """Begin; every rank must call it at the same point, with the same number of values."""
@@ -266,11 +266,3 @@ def registered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All parameters in a model: also the copies that its `parameters` leave out (tied.py)."""
     owned = (module.parameters(recurse=False) for module in model.modules())
     return list(dict.fromkeys(chain.from_iterable(owned)))
-
-
-def reduce_partial(tensor: Tensor) -> Tensor:
-    """The tensor with Partial placements reduced to Replicate; a collective if it has any."""
-    if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-        placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-        return tensor.redistribute(placements=placements)
-    return tensor

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -65,11 +65,14 @@ class ErrorReport:
         """
         if not isinstance(error, UserError) or not error.on_all_ranks:
             return
-        with suppress(dist.DistError):  # the launcher or rank 0 has ended, or does not answer
+        try:
             if self._rank == 0:
                 store.set(_PRINTED_KEY, "")
             else:
                 store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
+        except dist.DistError as lost:  # the launcher or rank 0 has ended, or does not answer
+            if isinstance(lost, dist.DistStoreError):  # better two copies than none
+                self._print(error, names_rank=True, always=True)
         self._printed = error
 
     def finish(self, error: BaseException) -> int:
@@ -87,12 +90,12 @@ class ErrorReport:
         self._print(error, names_rank=self._rank > 0)
         return exit_code_of(error)
 
-    def _print(self, error: BaseException, names_rank: bool) -> None:
+    def _print(self, error: BaseException, names_rank: bool, always: bool = False) -> None:
         """Print an error in one write, because the ranks share stderr; of a bug, the traceback."""
         if error is self._printed:
             return
         if isinstance(error, UserError):
-            if error.on_all_ranks and self._rank:
+            if error.on_all_ranks and self._rank and not always:
                 return
             head = f"rank {self._rank}: " if names_rank and not error.on_all_ranks else ""
             text = f"{head}{format_error(error)}\n"

@@ -190,7 +190,7 @@ def _check_expert_degrees(degrees: Degrees) -> None:
 class ExpertMesh:
     """Sub-meshes of the experts; without expert parallel, those of all other weights."""
 
-    ep_tp: DeviceMesh  # ranks that FSDP does not shard over, by the dimensions
+    ep_tp: DeviceMesh  # ranks that the experts are divided over before FSDP:
     # [expert], [expert, expert_tensor] or [tensor]
     fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
     exchange: DeviceMesh | None  # ranks that the experts are partitioned over; None: no partition

@@ -13,7 +13,7 @@ import torch
 
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.distributed.rank_tree import RankTree
-from titanlite.errors import TrainingDiverged
+from titanlite.errors import CheckpointError, TrainingDiverged
 from titanlite.guard.culprit import (
     Culprit,
     CulpritSearch,
@@ -141,7 +141,7 @@ class Guard(StepGuard):
         return None
 
     def _undo_rejected(self) -> PendingStep:
-        """Take back the first rejected step and those after it, which changed no parameter."""
+        """Take back the first rejected step and those after it; not what backward has updated."""
         run = self._run
         first, judged = self._pending.take_rejected()
         step = first.step if first else 0
@@ -246,6 +246,7 @@ class Guard(StepGuard):
         self._run.sinks.event(first.step, "hardware_fault", **fields)
         if faults < self._judge.config.max_hardware_faults:
             return
+        self._run.watchdog.set_phase(first.step, "save")
         finish_save(self._run.checkpointer, self._run.sinks)
         raise TrainingDiverged(
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
@@ -259,12 +260,16 @@ class Guard(StepGuard):
         run = self._run
         run.watchdog.set_phase(violation.step, "save")
         finish_save(run.checkpointer, run.sinks)
-        steps = run_on_rank_0(run.checkpointer.steps)
+        try:
+            steps, unknown = run_on_rank_0(run.checkpointer.steps), ""
+        except CheckpointError as error:  # must not hide why the run ends
+            steps, unknown = [], f"resumes from the newest checkpoint, which is unknown ({error})"
         saved = f"step-{steps[-1]}" if steps else None
         fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved, "batch": batch}
         run.sinks.event(violation.step, StepVerdict.GIVE_UP.value, **fields)
         rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
-        resume = f"resumes from {saved}" if saved else "starts from step 0: there is no checkpoint"
+        none = unknown or "starts from step 0: there is no checkpoint"
+        resume = f"resumes from {saved}" if saved else none
         raise TrainingDiverged(
             f"training diverged: {violation}{rows}.",
             fix=f"No state was saved since that step. The same command {resume}. If it diverges"

@@ -136,8 +136,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     record_start(job, checkpointer, lock, found)
     mesh = build_mesh(job.degrees, rank.device.type)
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
-    # Before the optimizer, which creates process groups on some pipeline stages only: torch 2.15
-    # names a group of all ranks by the number of groups that the rank has created before.
+    # It creates a process group. Before the optimizer, which creates groups on some pipeline stages
+    # only: torch 2.15 names a group of all ranks by the number of groups created before.
     max_over_ranks = AsyncMax()
     sharded = build_model(job, layout, rank)
     local_batch = job.config.training.local_batch_size
@@ -159,7 +159,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
         stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
-        sinks = stack.enter_context(build_sinks(job, rank, state, checkpointer.config.saves))
+        sinks = stack.enter_context(build_sinks(job, rank, state))
         report_start(job, state, found, sinks)
         profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
         for profiler in profilers.values():
@@ -250,7 +250,7 @@ def build_state(
     device = next(sharded.model.parameters()).device
     parts: dict[str, SavedPart] = {"rollbacks": SavedRollbacks(counters), **(data_parts or {})}
     if job.config.guard.nonfinite != "off":
-        parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)
+        parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)  # see build_guard
     if job.config.metrics.noise_scale_freq:
         parts["noise_scale"] = NoiseScale()
     if job.spec.experts(job.sizes) is not None:
@@ -309,7 +309,7 @@ def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -
     return Guard(run, judge, rollback, dump, job.config.compile.compiles("model"))
 
 
-def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> MetricSinks:
+def build_sinks(job: Job, rank: RankContext, state: TrainState) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
     past = state.parts["rollbacks"]
     rollbacks = len(past.history.tries) if isinstance(past, SavedRollbacks) else 0
@@ -317,7 +317,7 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
     def open_all() -> MetricSinks:
         config = job.config
         try:
-            folder = metrics_folder(job.folder, saves)
+            folder = metrics_folder(job.folder, config.checkpoint.saves)
             context = SinkContext(
                 config.metrics,
                 folder,

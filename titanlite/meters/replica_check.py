@@ -2,7 +2,7 @@
 
 That is: weights, buffers and optimizer state across replicas (HSDP, and what tensor parallel does
 not shard), and counters, generators and all else that a checkpoint stores as JSON across all ranks.
-Each rank hashes its state on the device; only a few bytes are exchanged while the ranks agree.
+Each rank hashes its state on the device; while all agree, it receives 100 bytes of every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanlite.distributed.collectives import (
 )
 from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Degrees, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
-from titanlite.errors import ReplicaMismatch
+from titanlite.errors import TrainingDiverged
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.training.periodic import PeriodicAction, StepInfo, finish_save
 from titanlite.training.state import TrainState
@@ -110,7 +110,7 @@ class ReplicaCheck:
     def _digest(self, hashes: list[dict[str, Tensor]]) -> list[int]:
         """One hash of the values of each of `SHARDINGS`; 0 where there are none."""
         device = self._mesh.fsdp.device_type
-        values = [[value.to(device) for value in group.values()] for group in hashes]
+        values = [[group[name].to(device) for name in sorted(group)] for group in hashes]
         none = torch.zeros((), dtype=torch.int64, device=device)
         return torch.stack([hash_bits(torch.stack(v)) if v else none for v in values]).tolist()
 
@@ -128,8 +128,9 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
         for finding in findings:
             run.sinks.event(info.step, "replica_mismatch", **finding._asdict())
         if findings and config.action == "stop":
+            run.watchdog.set_phase(info.step, "save")
             finish_save(saves, run.sinks)  # of an earlier step
-            raise ReplicaMismatch(
+            raise TrainingDiverged(
                 f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
                 fix="This state was not saved. A device or its memory computed or stored a wrong"
                 " bit: take that host out of the job and test it, then run the same command again."

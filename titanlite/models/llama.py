@@ -33,7 +33,7 @@ class LlamaSizes:
     norm_eps: size.NormEps = 1e-6
     rope_theta: size.RopeTheta = 1_000_000.0
 
-    # of the families that do not have these keys
+    # class attributes, not fields: of the families that do not have these keys
     head_dim = window = 0
     qkv_bias = qk_norm = tied_embeddings = False
 
@@ -185,7 +185,7 @@ NAMES = {  # of every parameter that one of the families with these blocks has
 }  # the tensors are equal, without a permutation: rotary pairs are (i, i + K/2) in both
 
 
-def count_query_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+def default_key_value_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     """The key-value heads of a config.json that leaves them out."""
     return {"num_key_value_heads": config.get("num_attention_heads")}
 
@@ -198,7 +198,7 @@ HUGGING_FACE = HuggingFaceMapping(
     names=NAMES,
     fixed={**SAME_AS_LLAMA, "sliding_window": None},
     defaults={**COMMON_DEFAULTS, "head_dim": 0},
-    implied=count_query_heads,
+    implied=default_key_value_heads,
     rope_scaling={
         "rope_type": "llama3",
         "low_freq_factor": Llama3Scaling.low_frequency_factor,

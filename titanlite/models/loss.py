@@ -30,7 +30,7 @@ class LossConfig:
 
 
 class Vocabulary:
-    """How the softmax over the vocabulary follows from the logits of this process: here, all.
+    """How the softmax is computed from the logits of this process: here, the whole vocabulary.
 
     Tensor parallel replaces it by subclasses that reduce over the ranks.
     """

@@ -12,7 +12,7 @@ from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import CosSin, Decoder, FeedForward
-from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, count_query_heads
+from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, default_key_value_heads
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 
 
@@ -86,7 +86,7 @@ HUGGING_FACE = HuggingFaceMapping(
     names=NAMES,
     fixed={**SAME_AS_LLAMA, "sliding_window": None, "head_dim": None, "clip_qkv": None},
     defaults={**COMMON_DEFAULTS, "rms_norm_eps": 1e-5},
-    implied=count_query_heads,
+    implied=default_key_value_heads,
 )
 
 

@@ -83,7 +83,7 @@ class ModelSpec(Generic[SizesT]):
     name: str
     flavors: Mapping[str, SizesT]
     build: Callable[[SizesT], nn.Module]
-    tp_plan: Mapping[str, str]  # module name pattern -> role in parallelize/tensor.py
+    tp_plan: Mapping[str, str]  # module name pattern -> tensor-parallel role; first match applies
     init_roles: Mapping[str, str]
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
     parameter_roles: Mapping[str, str]

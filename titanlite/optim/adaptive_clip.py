@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.distributed.collectives import local_shard, reduce_partial
+from titanlite.distributed.collectives import local_shard
 from titanlite.optim.shards import groups_that_shard, sum_over_shards
 
 
@@ -40,7 +40,7 @@ class AdaptiveClip:
             if parameter not in self.excluded
         ]
         squares = [  # [2, units] each: of the weights, of the gradients
-            torch.stack((_unit_squares(parameter), _unit_squares(reduce_partial(grad))))
+            torch.stack((_unit_squares(parameter), _unit_squares(grad)))
             for parameter, grad in clipped
         ]
         # other ranks have parts of the same units if they shard the last dimension

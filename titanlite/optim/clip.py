@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.collectives import all_reduce_sum, local_shard, reduce_partial
+from titanlite.distributed.collectives import all_reduce_sum, local_shard
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.adaptive_clip import AdaptiveClip
 
@@ -62,7 +62,7 @@ def shard_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of this rank's shard of each gradient, 0-d in fp32."""
     if not grads:
         return []
-    local = [local_shard(reduce_partial(grad)) for grad in grads]
+    local = [local_shard(grad) for grad in grads]
     if local[0].is_cpu:
         return [_norm_on_cpu(shard) for shard in local]
     return list(torch._foreach_norm(local, 2.0, torch.float32))  # there is no public equivalent

@@ -133,7 +133,7 @@ class OptimizerConfig(KeyedSection):
         return next((group for group in self.groups if group.matches(name)), None)
 
     def of_parameter(self, name: str, optimizer: str | None = None) -> OptimizerConfig:
-        """The settings of one parameter, by its name; `optimizer`: as if this were its own."""
+        """The settings of one parameter, by its name; `optimizer` replaces their `name`."""
         group = self.group_of(name)
         weight_decay = 0.0 if matches_any(name, self.no_decay) else self.weight_decay
         keys = {"weight_decay": weight_decay, **(group.overrides() if group else {})}

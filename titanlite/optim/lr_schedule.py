@@ -91,6 +91,7 @@ class RateSchedule:
     def lr_factor(self, step: StepSpan) -> float:
         """Fraction of the peak learning rate."""
         config, decay, (start, end) = self.config, self._decay, self._in_unit(step)
+        # warmup from the end of a step, decay from its start: no step has the rate 0
         if start < self._warmup:
             return min(1.0, end / self._warmup)
         first_decayed = self.total - decay
@@ -203,7 +204,7 @@ def check_lr_scheduler_config(
 
 
 def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject steps and tokens in one schedule, and only one of the two keys in tokens."""
+    """Reject steps and tokens in one schedule, and total_tokens without warmup_tokens."""
     in_steps = [k for k in ("warmup_steps", "total_steps") if k in section]
     in_tokens = [k for k in ("warmup_tokens", "total_tokens") if k in section]
     shown = " and ".join(f"lr_scheduler.{k} = {section[k]}" for k in (*in_tokens, *in_steps))

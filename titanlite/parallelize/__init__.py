@@ -72,8 +72,8 @@ class ModelTransforms:
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights can be computed at different times.
 
-        Torch would recompute a block once for each of its weights and keep all that was recomputed,
-        and would run a compiled backward twice.
+        Not with activation checkpointing: torch would recompute a block once for each of its
+        weights. Not with compiled blocks: torch would run their backward twice.
         """
         return self.activation_checkpoint.mode == "none" and not self.compile.compiles("model")
 

@@ -101,7 +101,7 @@ def _one_stage_order(name: str, rank: int, ranks: int, microbatches: int) -> lis
     return order + backwards[microbatches - warmup :]
 
 
-_CSV_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CSV_CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _KIND_OF_LETTER: dict[str, ActionKind] = {kind[0].upper(): kind for kind in ACTION_KINDS}
 
 
@@ -114,7 +114,7 @@ def read_schedule_csv(path: Path) -> list[list[PipelineAction]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
-            rows = [(reader.line_num, row) for row in reader if row]
+            rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row)) or row[1:]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -207,7 +207,8 @@ def iterate_runnable(
     while progressed:
         progressed = False
         for rank, actions in enumerate(order):
-            for action in actions[counts[rank] :]:
+            while counts[rank] < len(actions):  # a slice would be copied at every pass
+                action = actions[counts[rank]]
                 dependencies = _dependencies(action, last_stage, ended)
                 if not ended.issuperset(dependencies):
                     break
@@ -220,7 +221,7 @@ def iterate_runnable(
 def _dependencies(
     action: PipelineAction, last_stage: int, ended: set[PipelineAction]
 ) -> list[PipelineAction]:
-    """Actions that must end before `action` starts; `ended` are those that already have."""
+    """Actions that must end before `action` starts: true once they all have, as in `ended`."""
     kind, stage, microbatch = action
     if kind == "forward":
         return [PipelineAction("forward", stage - 1, microbatch)] if stage else []

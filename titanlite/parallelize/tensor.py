@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
-from titanlite.models import ModelSizes
+from titanlite.models import ModelSizes, first_match
 from titanlite.parallelize import tensor_styles as styles
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, SEQUENCE_DIM, LinearStyles
 
@@ -91,24 +90,23 @@ def apply_tensor_parallel(
     loss_parallel: bool,
     linear_styles_of: Callable[[nn.Module], LinearStyles] = lambda layer: DEFAULT_STYLES,
 ) -> None:
-    """Parallelize every module that a pattern of `plan` (module name -> role) matches.
+    """Parallelize each module by the first pattern of `plan` (-> role) that matches its name.
 
     `linear_styles_of` selects the styles of a linear layer. Raises ConfigError for a role that
     `TENSOR_PARALLEL_ROLES` does not have.
     """
-    for pattern, role in plan.items():
-        if role not in TENSOR_PARALLEL_ROLES:
+    for pattern, name in plan.items():
+        if name not in TENSOR_PARALLEL_ROLES:
             raise ConfigError(
-                f'tensor-parallel plan: "{pattern}" has the unknown role "{role}".',
+                f'tensor-parallel plan: "{pattern}" has the unknown role "{name}".',
                 fix=f"Use one of {', '.join(TENSOR_PARALLEL_ROLES)}.",
             )
     if tp.size() == 1:
         return
     roles = {
         name: role
-        for pattern, role in plan.items()
         for name, module in model.named_modules()
-        if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity)
+        if not isinstance(module, nn.Identity) and (role := first_match(plan, name))
     }
     style_of = {}
     for name, role in roles.items():

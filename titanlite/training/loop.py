@@ -29,9 +29,9 @@ def train(run: Run) -> int:
     with _manual_garbage_collection():
         while not loop.agreement.reason and run.state.step < run.config.steps:
             loop.run_iteration()
-    reason = loop.agreement.reason
-    if run.state.step == run.config.steps or not reason:
+    if run.state.step >= run.config.steps:
         return 0
+    reason = loop.agreement.reason
     run.sinks.event(run.state.step, "stopped", reason=stop_reason_name(reason))
     return reason
 
@@ -136,7 +136,7 @@ class _Loop:
             return
         reason = self.agreement.reason
         info = dataclasses.replace(self.last, step=state.step, stop_reason=reason, is_saving=False)
-        self._run_actions(info, False, only="save")  # the others have already run after that step
+        self._run_actions(info, False, only="save")  # not saving: it waits for a save in flight
 
     def _reopen_batches(self) -> Batch:
         """Open the batches at the position of the state; returns the first one."""

@@ -48,9 +48,9 @@ class PeriodicAction:
     it runs, the loop waits until the device has accepted the step, or the guard has skipped it.
     With `needs_finite` it also checks the parameters: inf or NaN ends the run or rolls it back.
 
-    Before the first step of a process, unless it stops at once, and after a roll-back, the loop
-    calls `start` with the number of steps taken. An action with state of its own must then reset it
-    to that of a new process.
+    At the start of a process, and after a roll-back, the loop calls `start` with the number of
+    steps taken; not in a process that stops at once, unless all steps are done. An action with
+    state of its own must then reset it to that of a new process.
     """
 
     name: str  # the phase that the watchdog reports while the action runs
@@ -114,7 +114,7 @@ def log_metrics(
     def write(info: StepInfo) -> None:
         line = _step_line(state, info, meter.read())
         measured = (line["loss"], line["grad_norm"])
-        # A step with inf or NaN has a line only if the guard skipped it.
+        # A step with inf or NaN has a line only if it was skipped.
         if info.result.skipped or all(map(math.isfinite, measured)):
             sinks.step(line)
 

@@ -42,7 +42,7 @@ class StepHook:
         """Called when the gradients are complete."""
 
     def after_update(self, result: StepResult) -> None:
-        """Called after a step that updated the parameters if `result.accept` is true."""
+        """Called after a step that updated the parameters, unless `result.accept` is false."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepResult:
     lr: float  # of parameters outside optimizer.groups
     samples: int  # of the step, over all ranks
     tokens: int  # of the step, over all ranks
-    overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale helps
+    overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale can help
     accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
     rejected: bool = False  # the guard decided not to update the parameters
 
@@ -90,8 +90,8 @@ def take_step(
 ) -> StepResult:
     """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
-    Calls `set_phase` at the start of each phase: forward, backward, step. With a judge, the step
-    updates the parameters only if the judge accepts it, which the host need not know.
+    Calls `set_phase` at the start of each phase: labels, forward, backward, step. With a judge, the
+    step updates the parameters only if the judge accepts it, which the host need not know.
     """
     result = compute_gradients(state, engine, batch, settings=settings, set_phase=set_phase)
     if settings.judge is not None and not result.overflowed:
@@ -114,7 +114,7 @@ def compute_gradients(
     Changes no parameter, unless the optimizer steps in backward.
     """
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
-    set_phase("forward")  # before the all-reduce, the first call that can hang
+    set_phase("labels")  # before the all-reduce, the first call that can hang
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
@@ -145,9 +145,9 @@ def compute_gradients(
         # All ranks have the same values, so all decide the same. The judge sees what no loss scale
         # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
         if settings.judge is None:
-            overflowed = bool(~grad_norm.isfinite())
+            overflowed = not grad_norm.isfinite()
         elif state.loss_scale.shrinkable:
-            overflowed = bool(loss.isfinite() & ~grad_norm.isfinite())
+            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
     return StepResult(
         loss=loss,
         z_loss=losses[1],
