@@ -503,7 +503,7 @@ def test_a_corpus_without_end_of_document_ids_refuses_document_masks(run_toml, t
     assert text.count("the last id of") == 1  # the validation set has end-of-document ids
     read_valid(run_toml, *sources)
     job = read_valid(run_toml, "--attention.mask", "document")
-    assert job.transforms.document_mask and open_stream(job).end == 257
+    assert job.transforms.document_mask and open_stream(job).document_end_id == 257
 
 
 TEN_ERRORS = """

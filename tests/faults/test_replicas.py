@@ -101,7 +101,14 @@ def test_replicas_that_differ_can_be_logged_only(monkeypatch):
     saves = SimpleNamespace(due=lambda step, ends: step == 7, wait=lambda: None)
     mesh = SimpleNamespace(degrees=SimpleNamespace(ranks=2))
     settings = SimpleNamespace(mesh=mesh)
-    run = SimpleNamespace(sinks=sinks, state=None, step_settings=settings, checkpointer=saves)
+    watchdog = SimpleNamespace(set_phase=lambda step, phase: None)
+    run = SimpleNamespace(
+        sinks=sinks,
+        state=None,
+        step_settings=settings,
+        checkpointer=saves,
+        watchdog=watchdog,
+    )
     monkeypatch.setattr(replica_check, "ReplicaCheck", lambda state, mesh: check)
     for action in ("warn", "stop"):
         config = ReplicaCheckConfig(freq=10, action=action)
