@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.ranks import run_on_ranks
 from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
+from titanlite.metrics import cpu_has_bf16_units
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite_lab.dispatch import run_command
 from titanlite_planner.__main__ import COMMANDS
@@ -197,7 +198,18 @@ def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, sett
         assert step.resting.optimizer_state == estimate.optimizer_state
 
 
-@pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2", "tied, chunks"])
+# With AVX2 alone, the peak of a bf16 step differs by 4 to 6 %: its matmuls have other buffers.
+NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no bf16 units")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP 3, uneven",
+        pytest.param("PP 2", marks=NEEDS_BF16),
+        pytest.param("tied, chunks", marks=NEEDS_BF16),
+    ],
+)
 def test_a_dry_run_equals_a_real_run(name):
     of_name = {
         "FSDP 3, uneven": (3, {**LAYOUTS["FSDP 3, uneven"][1], **SHORT}),
