@@ -98,17 +98,11 @@ def test_replicas_that_differ_can_be_logged_only(monkeypatch):
     check = SimpleNamespace(find=lambda: [finding])
     events: list = []
     sinks = SimpleNamespace(event=lambda step, name, **fields: events.append((step, name, fields)))
-    saves = SimpleNamespace(due=lambda step, ends: step == 7, wait=lambda: None)
+    saves = SimpleNamespace(due=lambda step, ends: step == 7)
     mesh = SimpleNamespace(degrees=SimpleNamespace(ranks=2))
     settings = SimpleNamespace(mesh=mesh)
-    watchdog = SimpleNamespace(set_phase=lambda step, phase: None)
-    run = SimpleNamespace(
-        sinks=sinks,
-        state=None,
-        step_settings=settings,
-        checkpointer=saves,
-        watchdog=watchdog,
-    )
+    run = SimpleNamespace(sinks=sinks, state=None, step_settings=settings, checkpointer=saves)
+    run.finish_save = lambda step: None
     monkeypatch.setattr(replica_check, "ReplicaCheck", lambda state, mesh: check)
     for action in ("warn", "stop"):
         config = ReplicaCheckConfig(freq=10, action=action)

@@ -26,8 +26,7 @@ def test_a_fault_of_the_reduction_over_ranks_is_named(faulty, text):
         _judge=SimpleNamespace(config=GuardConfig(max_hardware_faults=1)),
         _run=SimpleNamespace(
             sinks=SimpleNamespace(event=lambda *args, **fields: None),
-            checkpointer=SimpleNamespace(wait=lambda: None),
-            watchdog=SimpleNamespace(set_phase=lambda step, phase: None),
+            finish_save=lambda step: None,
         ),
     )
     step = SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(2.0))

@@ -27,7 +27,6 @@ from titanlite.guard.rollback import CheckpointRollback, Trouble
 from titanlite.log import pluralize
 from titanlite.optim import shard_norms
 from titanlite.training.batch import Batch
-from titanlite.training.periodic import finish_save
 from titanlite.training.run import Run, StepGuard
 from titanlite.training.state import HostState
 from titanlite.training.step import StepResult, compute_gradients, finish_step
@@ -246,8 +245,7 @@ class Guard(StepGuard):
         self._run.sinks.event(first.step, "hardware_fault", **fields)
         if faults < self._judge.config.max_hardware_faults:
             return
-        self._run.watchdog.set_phase(first.step, "save")
-        finish_save(self._run.checkpointer, self._run.sinks)
+        self._run.finish_save(first.step)
         raise TrainingDiverged(
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
             f" {first.step}, {str(faulty) or 'the reduction over ranks'} had other bits in the"
@@ -258,18 +256,17 @@ class Guard(StepGuard):
     def _give_up(self, violation: Violation, in_a_row: int = 1, batch: str = "") -> NoReturn:
         """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
         run = self._run
-        run.watchdog.set_phase(violation.step, "save")
-        finish_save(run.checkpointer, run.sinks)
+        run.finish_save(violation.step)
+        resume = "starts from step 0: there is no checkpoint"
         try:
-            steps, unknown = run_on_rank_0(run.checkpointer.steps), ""
+            steps = run_on_rank_0(run.checkpointer.steps)
         except CheckpointError as error:  # must not hide why the run ends
-            steps, unknown = [], f"resumes from the newest checkpoint, which is unknown ({error})"
+            steps, resume = [], f"resumes from the newest checkpoint, which is unknown ({error})"
         saved = f"step-{steps[-1]}" if steps else None
         fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved, "batch": batch}
         run.sinks.event(violation.step, StepVerdict.GIVE_UP.value, **fields)
         rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
-        none = unknown or "starts from step 0: there is no checkpoint"
-        resume = f"resumes from {saved}" if saved else none
+        resume = f"resumes from {saved}" if saved else resume
         raise TrainingDiverged(
             f"training diverged: {violation}{rows}.",
             fix=f"No state was saved since that step. The same command {resume}. If it diverges"

@@ -24,7 +24,6 @@ from titanlite.files import write_file_atomically
 from titanlite.guard.policy import GuardConfig
 from titanlite.log import logger
 from titanlite.runtime import RunFolderLock
-from titanlite.training.periodic import finish_save
 from titanlite.training.run import Run
 from titanlite.training.state import Counters
 
@@ -169,8 +168,7 @@ class CheckpointRollback:
         enough. The caller opens its batches again.
         """
         run = self.run
-        run.watchdog.set_phase(trouble.step, "save")
-        finish_save(run.checkpointer, run.sinks)
+        run.finish_save(trouble.step)
         run.watchdog.set_phase(trouble.step, "load")
         history = self.past.history.next_try(trouble, self.config)
         if history is None:

@@ -31,7 +31,7 @@ from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Degrees, Mesh, coordin
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import TrainingDiverged
 from titanlite.meters.metered_run import Meter, MeteredRun
-from titanlite.training.periodic import PeriodicAction, StepInfo, finish_save
+from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.state import TrainState
 
 # Values are grouped by the dimensions of the mesh over which they may differ: each pipeline rank
@@ -88,7 +88,7 @@ class ReplicaCheck:
         ]
         texts = RankTree().gather(json.dumps([socket.gethostname(), own]).encode())
         reports = [json.loads(text) for text in texts]  # none on ranks other than 0
-        findings = reports and [
+        findings = reports and [  # the broadcast ignores the empty list of other ranks
             find_differing_ranks(
                 {rank: reports[rank][1][number] for rank in ranks}, [host for host, _ in reports]
             )
@@ -128,8 +128,7 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
         for finding in findings:
             run.sinks.event(info.step, "replica_mismatch", **finding._asdict())
         if findings and config.action == "stop":
-            run.watchdog.set_phase(info.step, "save")
-            finish_save(saves, run.sinks)  # of an earlier step
+            run.finish_save(info.step)  # of an earlier step
             raise TrainingDiverged(
                 f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
                 fix="This state was not saved. A device or its memory computed or stored a wrong"

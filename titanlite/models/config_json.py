@@ -143,8 +143,8 @@ class HuggingFaceMapping(Generic[SizesT]):
         `context`: tokens per training sequence. Raises CheckpointError for a size without a key.
         """
         keys = self.keys
-        for name in self.sizes.__dataclass_fields__.keys() - keys.keys():
-            if (value := getattr(sizes, name)) != self._default_of(name):
+        for name in self.sizes.__dataclass_fields__:
+            if name not in keys and (value := getattr(sizes, name)) != self._default_of(name):
                 raise CheckpointError(
                     f"model.{name} = {json.dumps(value)}: Hugging Face's {self.architecture} has no"
                     " such key, and would compute something else from these weights."

@@ -123,9 +123,8 @@ class DeepSeekAttention(nn.Module):
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        q = (
-            self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
-        ).unflatten(-1, (-1, self.head_width))  # -> [B, T, H, K]
+        q = self.wq_b(self.q_norm(self.wq_a(x))) if hasattr(self, "wq_a") else self.wq(x)
+        q = q.unflatten(-1, (-1, self.head_width))  # -> [B, T, H, K]
         q_plain, q_rotary = q.split([self.head_width - self.rotary_dim, self.rotary_dim], -1)
         q_rotary = apply_rope(pair_halves(q_rotary), rope)
         latent, k_rotary = self.wkv_a(x).split([self.latent_dim, self.rotary_dim], -1)

@@ -136,7 +136,7 @@ def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: Exp
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
             own = experts.mesh if module in inner else mesh
-            # with one rank, torch before 2.15 allocates a second gradient for it
+            # a factor for one rank would cost torch before 2.15 a second gradient
             if own.size() > 1:
                 module.set_gradient_divide_factor(1.0)
 

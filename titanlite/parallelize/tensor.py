@@ -95,10 +95,10 @@ def apply_tensor_parallel(
     `linear_styles_of` selects the styles of a linear layer. Raises ConfigError for a role that
     `TENSOR_PARALLEL_ROLES` does not have.
     """
-    for pattern, name in plan.items():
-        if name not in TENSOR_PARALLEL_ROLES:
+    for pattern, planned in plan.items():
+        if planned not in TENSOR_PARALLEL_ROLES:
             raise ConfigError(
-                f'tensor-parallel plan: "{pattern}" has the unknown role "{name}".',
+                f'tensor-parallel plan: "{pattern}" has the unknown role "{planned}".',
                 fix=f"Use one of {', '.join(TENSOR_PARALLEL_ROLES)}.",
             )
     if tp.size() == 1:

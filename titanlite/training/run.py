@@ -14,7 +14,7 @@ from titanlite.runtime import HeartbeatWatchdog, StopRequest
 from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine
-from titanlite.training.periodic import PeriodicAction
+from titanlite.training.periodic import PeriodicAction, finish_save
 from titanlite.training.state import HostState, TrainState
 from titanlite.training.step import StepResult, StepSettings
 
@@ -70,3 +70,8 @@ class Run:
     stop_request: StopRequest
     max_over_ranks: AsyncMax  # for what the ranks must agree on in each step
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""
+
+    def finish_save(self, step: int) -> None:
+        """Wait for the save in flight, in the watchdog's phase for it, and report it."""
+        self.watchdog.set_phase(step, "save")
+        finish_save(self.checkpointer, self.sinks)

@@ -45,7 +45,7 @@ from titanlite_planner.workload import Workload
 # and transfers differ too, by less than this factor.
 BOUND_MARGIN = 0.93
 HOST_SHARE = 0.8  # of the host memory; the rest: processes, checkpoints, data
-PROBES = 20  # so many frames or more are tried before a problem counts as one of all layouts
+PROBES = 20  # at least 20 frames are tried before a problem counts as one of all layouts
 
 
 FrameKey = tuple[Degrees, int, str]
