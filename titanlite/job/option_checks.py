@@ -78,7 +78,7 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
             fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
         )
         return
-    # The window of the last try is the largest, rollback_steps x 2^(tries - 1) steps before the first
+    # The window of the last try is the largest: rollback_steps x 2^(tries - 1) before the first
     # trouble. Its own trouble may come later: this assumes at most the same number of steps again.
     needed = 2 * (guard.rollback_steps << (guard.rollback_tries - 1))
     kept = checkpoint.keep_latest_k

@@ -280,7 +280,7 @@ class GatheredVocabulary(ShardedVocabulary):
         padded = F.pad(logits, padding, value=-torch.inf)
         all_logits = all_gather_tensor(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
         max_logit = all_logits.amax(-1)
-        # all_logits, a copy, begin at id 0: labels are not shifted, and logits are overwritten below
+        # all_logits, a copy, begin at id 0: labels are not shifted; logits are overwritten below
         exp_sum, label_logit = self.softmax_terms(all_logits, max_logit, labels)
         logits.sub_(max_logit.unsqueeze(-1)).exp_()
         return max_logit, max_logit + exp_sum.log(), label_logit
