@@ -89,6 +89,7 @@ def test_a_schedule_survives_a_round_trip_through_csv(name, tmp_path):
         ("0F,0B0\n1F0,1B0", 'line 1: "0F" is not an action'),
         ("0F0x9,0B0\n1F0,1B0", "is not an action"),
         ("0F0,1F0,1B0,0B0\n,,", "line 2: has no action"),
+        ("0F0,0B0\n0F9999999999", '"0F9999999999" is not an action'),  # it would fill the memory
     ],
 )
 def test_a_csv_schedule_that_would_hang_or_skip_work_is_rejected(text, message, tmp_path):
