@@ -234,3 +234,18 @@ def test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit(layo
         for step in range(OVERFLOWING):
             assert steps[step]["loss"] == pytest.approx(expected.losses[step], rel=1e-5)
             assert steps[step]["norm"] == pytest.approx(expected.norms[step], rel=1e-4)
+
+
+def phases_of_a_step() -> list[str]:
+    state, engine, mesh = start_run(Layout(accumulate=3), ADAMW)
+    batch = engine.prepare(*own_rows(mesh, *batch_at(0, ADAMW)))
+    phases: list[str] = []
+    settings = StepSettings(mesh, clip_norm=0.1)
+    take_step(state, engine, batch, settings=settings, set_phase=phases.append)
+    return phases
+
+
+def test_each_micro_batch_has_one_forward_phase():
+    """The rest of a step is estimated by them, see training/stopping.py."""
+    phases = run_on_ranks(phases_of_a_step, 1)[0]
+    assert phases == ["labels", *(3 * ["forward", "backward"]), "step"]
