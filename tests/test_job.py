@@ -50,6 +50,7 @@ SHORT_SCHEDULE = [  # in tokens; the run consumes 768
     *("--lr_scheduler.total_tokens", "500"),
 ]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
+NOISE_SCALE = ["--metrics.noise_scale_freq", "3", "--optimizer.early_step_in_backward", "true"]
 MUP_BASE = ["--mup.base.dim", "32", "--mup.base.n_heads", "2", "--mup.base.hidden_dim", "64"]
 KV_HEADS = ["--mup.base.n_kv_heads", "1"]
 IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
@@ -207,8 +208,20 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--checkpoint.enable", "false", "--job.time_limit_minutes", "9"],
             1,
-            "nothing would be saved",
+            "checkpoint.enable = false, so nothing would be saved",
         ),
+        (
+            ["--checkpoint.load_only", "true", "--job.time_limit_minutes", "9"],
+            1,
+            "checkpoint.load_only = true, so nothing would be saved",
+        ),
+        (
+            ["--model.vocab_size", "259", "--parallelism.tensor_parallel_degree", "32"],
+            32,
+            "so the last rank would have none",
+        ),
+        (["--model.dim", "20"], 1, "model.dim / model.n_heads = 5: RoPE"),
+        (["--model.head_dim", "5"], 1, "model.head_dim = 5: RoPE"),
         (
             [
                 "--activation_checkpoint.mode",
@@ -585,6 +598,45 @@ def test_independent_errors_are_all_reported(run_toml):
     assert text.startswith("titanlite: 3 problems")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
+        ["--attention.mask", "document", "--data.tokenizer", "none"],
+        [*NOISE_SCALE, "--parallelism.fsdp_gradient_reduction", "last_microbatch"],
+        ["--training.batch_size_ramp", "junk", "--training.global_batch_size", "8"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_degrees_that_do_not_fit_hide_no_other_problem(run_toml, argv):
+    alone = re.sub(
+        r"^(titanlite: (\d problems\n)?| *\d\. )", "", error_text(run_toml, *argv), flags=re.M
+    )
+    together = error_text(run_toml, *argv, "--parallelism.tensor_parallel_degree", "3", ranks=2)
+    assert "does not divide the number of ranks" in together
+    assert [problem for problem in alone.splitlines() if problem not in together] == []
+
+
+@pytest.mark.parametrize(
+    "argv, key",
+    [
+        (["--model.name", "qwen", "--model.flavor", "0.6B"], "model.name = "),
+        (
+            [
+                "--parallelism.tensor_parallel_degree",
+                "x",
+                "--parallelism.data_parallel_shard_degree",
+                "2",
+            ],
+            "parallelism.tensor_parallel_degree = ",
+        ),
+    ],
+    ids=["name", "degree"],
+)
+def test_a_refused_key_causes_no_further_problem(run_toml, argv, key):
+    assert error_text(run_toml, *argv, ranks=4).startswith(f"titanlite: {key}")
+
+
 def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
     job = read_valid(run_toml, "--optimizer.lr", "1e-3", *MUP_BASE, *KV_HEADS)
     written = tmp_path / "written.toml"
@@ -806,6 +858,9 @@ def test_the_mixture_is_logged_with_changes_of_weights_and_bytes_per_token(run_t
     phase = "{ first_token = 96, weights = { code = 0.5 }, ramp_tokens = 96 }"
     job = read_valid(run_toml, "--data.mixture.phases", f"[{phase}]")
     log_mixture(open_stream(job), job.batches, job.config.training.steps, Counters())
-    (text,) = logged
+    rolled_back = Counters(step=5, position=30, gaps=((4, 24),))  # positions 4 to 23 were skipped
+    log_mixture(open_stream(job), job.batches, 5, rolled_back)
+    text, after_rollback = logged
+    assert "480 tokens" in after_rollback, after_rollback  # of 10 samples
     assert re.search(r"code  100.00% of the samples: .* epochs, (0.9\d|1.00) bytes per token", text)
     assert "from token 96 on, gradually until token 192: code 100.00%" in text

@@ -199,6 +199,29 @@ def test_a_step_that_torchrun_would_not_wait_for_is_abandoned_and_repeated(
     assert runs[0] == runs[1]
 
 
+SIGNALLED = """
+import math, os, signal, sys, time
+from titanlite.runtime.stop import StopRequest
+
+request = StopRequest(limit_seconds=30.0)
+request.install_handlers(lambda: None)
+for number in map(int, sys.argv[1:]):
+    began = time.monotonic()
+    os.kill(os.getpid(), number)
+    while request.received != number:
+        time.sleep(0.001)
+    print(math.isinf(request.seconds_left), request.limit_begins >= began)
+"""
+
+
+def test_only_signals_after_which_torchrun_kills_start_its_limit():
+    numbers = [str(int(s)) for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)]
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, *numbers], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.splitlines() == ["True True", "False True", "False False"]
+
+
 def block_save(fifo: str) -> None:
     """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder

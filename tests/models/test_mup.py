@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from titanlite.models import FAMILIES, LLAMA3, Llama3Sizes
 from titanlite.models.mup import BaseWidths, MupConfig, width_scales
-from titanlite.models.spec import PARAMETER_ROLES, first_match
+from titanlite.models.spec import PARAMETER_ROLE_NAMES, first_match
 from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
 
@@ -49,7 +49,7 @@ def test_every_parameter_of_every_family_has_a_known_role():
             with torch.device("meta"):
                 model = family.build(replace(sizes, n_layers=1))
             for name, _ in model.named_parameters():
-                assert first_match(family.parameter_roles, name) in PARAMETER_ROLES, name
+                assert first_match(family.parameter_roles, name) in PARAMETER_ROLE_NAMES, name
 
 
 def test_a_bias_is_scaled_as_a_gain_and_that_of_the_queries_as_the_queries():

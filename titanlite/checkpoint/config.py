@@ -58,6 +58,11 @@ class CheckpointConfig:
         """Whether the run saves checkpoints."""
         return self.enable and not self.load_only
 
+    @property
+    def why_not_saved(self) -> str:
+        """The setting because of which the run does not save."""
+        return f"checkpoint.{'load_only = true' if self.enable else 'enable = false'}"
+
 
 def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
     """The folder with the checkpoints of the run in the folder `run`."""

@@ -185,7 +185,7 @@ class Mixture:
         self._starts = np.array([segment.start for segment in self.segments])
 
     def _divide(self, phases: Sequence[Phase]) -> Iterator[MixtureSegment]:
-        """The segments of the run in order; sets `end` if all sources reach their limits."""
+        """The segments of the run in order; sets `end` if a phase has no source left."""
         drawn = [0] * len(self._names)
         for number, phase in enumerate(phases):
             MixtureQuotas(self._names, phase.weights)  # checked, even if the run never uses them
@@ -245,8 +245,8 @@ class Mixture:
         """
         if self.end is not None and positions.size and int(positions.max()) >= self.end:
             raise DataError(
-                f"the data end after {self.end} samples: every source has been read max_epochs"
-                " times.",
+                f"the data end after {self.end} samples: all sources of a phase have been read"
+                " max_epochs times.",
                 fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
             )
         if len(self.segments) == 1:

@@ -108,7 +108,7 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     An image outside the range is mapped again until it is inside (cycle walking), which keeps the
     mapping a permutation.
     """
-    rows = math.isqrt(max(size - 1, 0)) + 1  # smallest integer whose square is at least `size`
+    rows = math.isqrt(size - 1) + 1  # smallest integer whose square is at least `size`
     sides = np.uint64(rows), np.uint64(-(-size // rows))
     index, keys = np.asarray(index).astype(np.uint64), np.asarray(keys, dtype=np.uint64)
     out = _apply_feistel(index, sides, keys)

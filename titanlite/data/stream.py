@@ -118,7 +118,7 @@ class SampleStream:
 
     @property
     def length(self) -> int | None:
-        """Number of positions, if all sources are limited; None: there is no last one."""
+        """Number of positions, if all sources of a phase end; None: there is no last one."""
         return self._order.mixture.end
 
     def shares(self, ranges: Iterable[tuple[int, int]]) -> list[SourceShare]:
@@ -255,9 +255,8 @@ class SampleStream:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
         `prepare` also runs in the background, with the tensors of `read`; what it returns replaces
-        them.
-        An error there is raised at the batch it belongs to; DataError if a batch takes
-        more than `timeout_seconds`. The thread ends with the iterator, however that ends.
+        them. An error in the background is raised at the batch it belongs to; DataError if a batch
+        takes more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
 
         def read(position: int, sequences: int) -> Any:

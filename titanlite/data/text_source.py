@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.lanes import (
+    Lane,
     LaneState,
     assign_units_to_lanes,
     divide_files,
@@ -50,13 +51,6 @@ class TextSource:
         parts = [part for part in list_file_ranges(files) if part.bytes]
         if not parts:
             raise DataError(f"{path}: contains no text.")
-        try:
-            from titanlite.data.lanes import Lane  # here: other formats do not need torchdata
-        except ImportError as missing:
-            raise DataError(
-                f'{path}: format = "text" needs torchdata, which is not installed.',
-                fix="pip install torchdata",
-            ) from missing
         self.fingerprint = hash_division(parts, lanes)
         self.content_sample = hash_file_samples(parts) if checks.verify != "off" else None
         units_of_lanes = assign_units_to_lanes(divide_files(parts, lanes), lanes)

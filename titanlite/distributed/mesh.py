@@ -142,14 +142,14 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
     configured = {d.name: getattr(section, d.key) for d in DIMENSIONS}
     others = math.prod(size for name, size in configured.items() if name != "shard")
     remaining, remainder = divmod(ranks, others)
-    if configured["shard"] == -1 and remaining and not remainder:
+    if configured["shard"] == -1 and not remainder:
         configured["shard"] = remaining
     degrees = Degrees(
         **configured,
         expert=section.expert_parallel_degree,
         expert_tensor=section.expert_tensor_parallel_degree,
     )
-    if degrees.shard > 0 and degrees.ranks == ranks:
+    if degrees.ranks == ranks:
         _check_expert_degrees(degrees)
         return degrees
     shown = " x ".join(
@@ -272,6 +272,5 @@ def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:
 
 def _add_replicas(world: DeviceMesh, sharded: DeviceMesh) -> DeviceMesh:
     """The mesh [replicate, sharded] of hybrid-sharded data parallel."""
-    if hasattr(DeviceMesh, "_concatenate"):  # torch 2.13 and later deprecate the slice below
-        return DeviceMesh._concatenate([world["replicate"], sharded])
-    return world["replicate", "sharded"]
+    # private; torch 2.13 deprecates the slice ["replicate", "sharded"], and has no other way
+    return DeviceMesh._concatenate([world["replicate"], sharded])

@@ -59,7 +59,7 @@ def add_periodic_actions(
         set_timeouts("train_timeout_seconds")
 
     validation = periodic.run_validation(
-        validate_all, sinks, config.validation.freq, run.config.steps
+        validate_all, sinks, config.validation.freq, run.training.steps
     )
     actions = (
         periodic.log_overflows(state, sinks),

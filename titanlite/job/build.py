@@ -136,8 +136,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     record_start(job, checkpointer, lock, found)
     mesh = build_mesh(job.degrees, rank.device.type)
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
-    # It creates a process group. Before the optimizer, which creates groups on some pipeline stages
-    # only: torch 2.15 names a group of all ranks by the number of groups created before.
+    # Creates a process group. The optimizer follows, because it creates groups on some pipeline
+    # stages only: torch 2.15 names a group of all ranks by the number of groups created before.
     max_over_ranks = AsyncMax()
     sharded = build_model(job, layout, rank)
     local_batch = job.config.training.local_batch_size
@@ -165,7 +165,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         for profiler in profilers.values():
             stack.enter_context(profiler)
         run = Run(
-            config=job.config.training,
+            training=job.config.training,
             device=rank.device,
             state=state,
             engine=engine,
@@ -250,7 +250,8 @@ def build_state(
     device = next(sharded.model.parameters()).device
     parts: dict[str, SavedPart] = {"rollbacks": SavedRollbacks(counters), **(data_parts or {})}
     if job.config.guard.nonfinite != "off":
-        parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)  # see build_guard
+        parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)
+        # what the guard saves is the state of its judge
     if job.config.metrics.noise_scale_freq:
         parts["noise_scale"] = NoiseScale()
     if job.spec.experts(job.sizes) is not None:
@@ -312,7 +313,8 @@ def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -
 def build_sinks(job: Job, rank: RankContext, state: TrainState) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
     past = state.parts["rollbacks"]
-    rollbacks = len(past.history.tries) if isinstance(past, SavedRollbacks) else 0
+    assert isinstance(past, SavedRollbacks)
+    rollbacks = len(past.history.tries)
 
     def open_all() -> MetricSinks:
         config = job.config

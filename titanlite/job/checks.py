@@ -1,6 +1,6 @@
 """Checks of a whole configuration, without its data and device.
 
-And what both checks and `Job` need: the schedule of the learning rate and the pipeline plan.
+And what checks, `read.py` and `Job` need: the schedule of the learning rate, the pipeline plan.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError, UserError
+from titanlite.job import option_checks
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
-from titanlite.job.option_checks import check_guard, check_sharded_options, check_update_options
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import ModelSizes, ModelSpec
@@ -39,8 +39,7 @@ from titanlite.training.batch_schedule import (
 def check_degrees(config: JobConfig, degrees: Degrees) -> Iterator[UserError]:
     """Yield the problems of the degrees of parallelism, for any model."""
     yield from check_batch_size(config.training, degrees.batch)
-    yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
-    yield from check_update_options(config, degrees)
+    yield from option_checks.check_update_degrees(config, degrees)
 
 
 def check_sharding(
@@ -48,7 +47,7 @@ def check_sharding(
 ) -> Iterator[UserError]:
     """Yield the problems of the model under the degrees of parallelism."""
     yield from _check_sequence_lengths(config, sizes, degrees)
-    yield from check_sharded_options(config, spec, sizes, degrees)
+    yield from option_checks.check_sharded_options(config, spec, sizes, degrees)
 
 
 def check_sections(config: JobConfig) -> Iterator[UserError]:
@@ -63,16 +62,21 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
             " against.",
             fix=f"Use {', '.join(JOB_PROPERTIES)}.",
         )
-    if config.job.time_limit_minutes and not config.checkpoint.enable:
+    if config.job.time_limit_minutes and not config.checkpoint.saves:
         yield ConfigError(
-            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: checkpoint.enable ="
-            " false, so nothing would be saved when the time limit is reached.",
-            fix="Set checkpoint.enable = true, or remove job.time_limit_minutes.",
+            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}:"
+            f" {config.checkpoint.why_not_saved}, so nothing would be saved when the time limit is"
+            " reached.",
+            fix="Set checkpoint.enable = true and load_only = false, or remove"
+            " job.time_limit_minutes.",
         )
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
-    yield from check_guard(config)
+    yield from option_checks.check_guard(config)
+    context = config.parallelism.context_parallel_degree
+    yield from check_attention_config(config.attention, context, config.data.tokenizer)
+    yield from option_checks.check_update_options(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
@@ -126,13 +130,15 @@ def build_job_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedul
 
 def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
     """Reject a run whose last steps have learning rate 0."""
-    if degrees is None and config.lr_scheduler.in_tokens:  # the batch may depend on the layout
-        return
     steps = config.training.steps
     try:
         global_batch = config.training.sequences_per_step((degrees or Degrees()).batch)
         batches = build_batch_schedule(config.training, global_batch)
-    except ConfigError:  # reported by check_batch_size
+    except ConfigError as error:
+        if degrees is None:  # otherwise check_batch_size reports it
+            yield error
+        return
+    if degrees is None and config.lr_scheduler.in_tokens:  # the batch may depend on the layout
         return
     tokens = batches.tokens_after(steps - 1)
     last = StepSpan(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)

@@ -50,7 +50,7 @@ class JobConfig:
     """All sections of a TOML."""
 
     job: JobSection = field(default_factory=JobSection)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig.of)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -99,7 +99,8 @@ _MATHEMATICS = (
 )
 _NO_MATHEMATICS = (
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
-    *("optimizer.implementation", "model.print_after_conversion"),
+    *("optimizer.implementation", "optimizer.offload", "optimizer.early_step_in_backward"),
+    *("loss.chunk_tokens", "model.print_after_conversion"),
 )
 
 

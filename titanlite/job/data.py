@@ -111,7 +111,8 @@ def log_mixture(
     """
     after = batches.tokens_after(max(0, steps - counters.step), counters.tokens)
     end = counters.position + (after - counters.tokens) // stream.seq_len
-    shares = stream.shares([(0, end if stream.length is None else min(end, stream.length))])
+    last = end if stream.length is None else min(end, stream.length)
+    shares = stream.shares([*counters.consumed, (counters.position, last)])
     lines = describe_mixture(shares, stream.bytes_per_token())
     changes = stream.describe_changes(end)
     if len(changes) > _SHOWN_CHANGES:

@@ -110,7 +110,7 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about settings that can only be followed approximately."""
+        """Warnings about settings that probably do not do what was meant."""
         steps, batches = self.config.training.steps, self.batches
         warnings = [self.rate_schedule.warning(), self._whole_backward_warning()]
         if (last := batches.batch_at(batches.tokens_after(steps - 1))) < batches.largest:
@@ -181,7 +181,7 @@ class Job:
             folder = self.folder / getattr(getattr(config, section), name)
             if not folder.resolve().is_relative_to(self.folder.resolve()):
                 folders[key] = StorageFolder(folder)
-        if config.checkpoint.enable and not config.checkpoint.load_only:
+        if config.checkpoint.saves:
             folders["checkpoint.folder"] = self.checkpoint_folder
         return folders
 

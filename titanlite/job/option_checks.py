@@ -71,9 +71,8 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
     checkpoint, guard = config.checkpoint, config.guard
     key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
     if not checkpoint.saves:
-        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
         yield ConfigError(
-            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
+            f'{key} = "rollback": {checkpoint.why_not_saved}, so there would be nothing to roll'
             " back to.",
             fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
         )
@@ -145,7 +144,7 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
     sections = [optimizer, *groups]
     rules = [(section.name, section.recipe.mup_rule) for section in sections]
     adam_decay = max((s.weight_decay for s in sections if s.name == "Adam"), default=0.0)
-    yield from check_mup_optimizers(rules, adam_decay, config.training.max_norm)
+    yield from check_mup_optimizers(rules, adam_decay, config.training.clip_norm)
 
 
 def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
@@ -158,9 +157,9 @@ def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+def check_update_options(config: JobConfig) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
-    training = config.training
+    training, in_backward = config.training, config.optimizer.early_step_in_backward
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -173,17 +172,42 @@ def check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Config
             " the CPU.",
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
         )
-    if config.optimizer.early_step_in_backward:
-        yield from _check_early_step(config, degrees)
-    yield from _check_noise_scale(config, degrees)
+    if in_backward:
+        yield from _check_early_step(config)
+    if in_backward and (freq := config.metrics.noise_scale_freq):
+        yield ConfigError(
+            f"metrics.noise_scale_freq = {freq}: computes the gradient of half the batch first, and"
+            " optimizer.early_step_in_backward = true would apply it.",
+            fix="Disable one of the two.",
+        )
 
 
-def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+def check_update_degrees(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject batches of a step, or of a rank, that do not fit how parameters are updated."""
+    training = config.training
+    sequences = training.sequences_per_step(degrees.batch)
+    microbatches = sequences // degrees.batch // training.local_batch_size
+    reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
+    if config.optimizer.early_step_in_backward and microbatches > 1 and reduces_each:
+        yield ConfigError(
+            "optimizer.early_step_in_backward = true: gradients accumulate over"
+            f" {microbatches} micro-batches, but this would update the parameters after each of"
+            " them.",
+            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
+            " local_batch_size.",
+        )
+    if (freq := config.metrics.noise_scale_freq) and sequences == 1:
+        yield ConfigError(
+            f"metrics.noise_scale_freq = {freq}: compares the gradients of the global batch and of"
+            " half of it, and the global batch is 1 sequence.",
+            fix="Use a larger training.global_batch_size.",
+        )
+
+
+def _check_early_step(config: JobConfig) -> Iterator[ConfigError]:
     """Reject settings that do not fit an update of each parameter during backward."""
     training, in_backward = config.training, "optimizer.early_step_in_backward"
-    rank_batch = training.sequences_per_step(degrees.batch) // degrees.batch
-    microbatches = rank_batch // training.local_batch_size
-    reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
+    stages = config.parallelism.pipeline_parallel_degree
     conflicts = (
         (
             training.clip_norm,
@@ -198,9 +222,9 @@ def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigErr
             'Set training.clipping = "none".',
         ),
         (
-            degrees.pipeline > 1,
-            f"parallelism.pipeline_parallel_degree = {degrees.pipeline}: pipeline stages reuse"
-            " each weight for later micro-batches.",
+            stages > 1,
+            f"parallelism.pipeline_parallel_degree = {stages}: pipeline stages reuse each weight"
+            " for later micro-batches.",
             f"Set {in_backward} = false, or parallelism.pipeline_parallel_degree = 1.",
         ),
         (
@@ -215,34 +239,10 @@ def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigErr
             " would save no device memory.",
             "Disable one of the two.",
         ),
-        (
-            microbatches > 1 and reduces_each,
-            f"gradients accumulate over {microbatches} micro-batches, but this would update the"
-            " parameters after each of them.",
-            'Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
-            " local_batch_size.",
-        ),
     )
     for applies, reason, fix in conflicts:
         if applies:
             yield ConfigError(f"{in_backward} = true: {reason}", fix=fix)
-
-
-def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject measuring the gradient noise scale where there is no gradient of a smaller batch."""
-    freq, key = config.metrics.noise_scale_freq, "metrics.noise_scale_freq"
-    if freq and config.optimizer.early_step_in_backward:
-        yield ConfigError(
-            f"{key} = {freq}: computes the gradient of half the batch first, and"
-            " optimizer.early_step_in_backward = true would apply it.",
-            fix="Disable one of the two.",
-        )
-    if freq and config.training.sequences_per_step(degrees.batch) == 1:
-        yield ConfigError(
-            f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
-            " global batch is 1 sequence.",
-            fix="Use a larger training.global_batch_size.",
-        )
 
 
 def check_group_patterns(

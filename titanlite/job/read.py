@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,12 +41,22 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
     config, refused = load_config(JobConfig, argv, MOVED, complete_table)
     elsewhere = bool(config.job.check_ranks) or not here
     config = resolve_compute_dtype(config, elsewhere)
-    refused_keys = {key for problem in refused for key in problem.keys}
     job, problems = check_job(config, config.job.check_ranks or world_size)
     if here:
         problems += check_environment(config, job.sizes if job else None)
-    # A refused key has its default value now, so further problems of that key mean nothing.
-    raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
+    # A refused key has its default value now, so further problems of that key mean nothing. Nor do
+    # those of its section if it is a name, which chooses the other keys, or one of the degrees.
+    refused_keys = {key for problem in refused for key in problem.keys}
+    sections = {
+        text.partition(".")[0]
+        for text in map(str, refused)
+        if re.match(r"\w+\.name = |parallelism\.", text)
+    }
+
+    def is_meant(problem: UserError) -> bool:
+        return not any(k in refused_keys or k.split(".")[0] in sections for k in problem.keys)
+
+    raise_together([*refused, *filter(is_meant, problems)])
     assert job is not None
     return job
 

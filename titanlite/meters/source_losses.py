@@ -96,4 +96,4 @@ def build_source_losses(metered: MeteredRun) -> Meter | None:
             epochs={share.name: share.epochs for share in consumed},
         )
 
-    return Meter(measure_steps("log", freq, meter, record, last=run.config.steps), meter)
+    return Meter(measure_steps("log", freq, meter, record, last=run.training.steps), meter)

@@ -154,7 +154,7 @@ def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
             fix=f"Change one of them{settable}.",
         )
     elif sizes.head_width % 2 and "rope_theta" in sizes.__dataclass_fields__:
+        key = "model.head_dim" if getattr(sizes, "head_dim", 0) else "model.dim / model.n_heads"
         yield ConfigError(
-            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
-            " even."
+            f"{key} = {sizes.head_width}: RoPE rotates pairs of channels, so it must be even."
         )

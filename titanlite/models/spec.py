@@ -58,7 +58,7 @@ class ModelConfig(KeyedSection):
         return {name: type(next(iter(spec.flavors.values()))) for name, spec in FAMILIES.items()}
 
 
-PARAMETER_ROLES = {
+PARAMETER_ROLE_NAMES = {
     # what a parameter does; optimizers and muP have rules for each role
     "embedding": "rows that are looked up by token id, [V, D]",
     "hidden": "matrix between hidden states, [out, in]",
@@ -87,7 +87,7 @@ class ModelSpec(Generic[SizesT]):
     init_roles: Mapping[str, str]
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
     parameter_roles: Mapping[str, str]
-    # parameter name pattern -> one of PARAMETER_ROLES; the first match applies
+    # parameter name pattern -> one of PARAMETER_ROLE_NAMES; the first match applies
     hugging_face: HuggingFaceMapping[SizesT]
     check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
     # reject sizes that do not fit together; those of experts are checked for every family

@@ -6,7 +6,7 @@ stack of matrices (experts), or a whole vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +28,13 @@ class AdaptiveClip:
     excluded: frozenset[nn.Parameter] = frozenset()  # their gradients are not clipped
 
     @torch.no_grad()
-    def scale(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
-        """Scale this rank's shards of the gradients in place; a collective of all ranks.
+    def scale(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Scale this rank's shard of each gradient in place; a collective of all ranks.
 
         The squared norms of units that are on several ranks are summed in one all-reduce per
         process group. Does not wait for the device.
         """
-        clipped = [
-            (parameter, grad)
-            for parameter, grad in zip(parameters, grads, strict=True)
-            if parameter not in self.excluded
-        ]
+        clipped = [pair for pair in gradients if pair[0] not in self.excluded]
         squares = [  # [2, units] each: of the weights, of the gradients
             torch.stack((_unit_squares(parameter), _unit_squares(grad)))
             for parameter, grad in clipped

@@ -15,7 +15,7 @@ from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
 from titanlite.optim.optimizer_set import INITIAL_WEIGHT_DECAY, LR_FACTOR, SCHEDULE, OptimizerSet
 from titanlite.optim.recipe import MatrixFacts, OptimizerRecipe
 
-_NamedParameter = tuple[str, nn.Parameter]
+_RecipeOfParameter = tuple[str, nn.Parameter, OptimizerRecipe]  # with its name
 
 
 def build_optimizer(
@@ -30,13 +30,15 @@ def build_optimizer(
     `facts`: needed if one of them is for hidden matrices. `widths`: the muP scale of each
     parameter, by name; empty or None: no scaling.
     """
-    kinds: list[tuple[tuple, list[_NamedParameter]]] = []
+    kinds: list[tuple[tuple, list[_RecipeOfParameter]]] = []
     for name, parameter in model.named_parameters():
         recipe = recipe_of_parameter(name, parameter.shape, config, facts)
-        _members_of(kinds, (recipe.optimizer_class, recipe.options)).append((name, parameter))
+        _members_of(kinds, (recipe.optimizer_class, recipe.options)).append(
+            (name, parameter, recipe)
+        )
     optimizers = []
     for (optimizer_class, options), parameters in kinds:
-        if any(is_low_vector(parameter) for _, parameter in parameters):
+        if any(is_low_vector(parameter) for _, parameter, _ in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
         groups = _parameter_groups(parameters, config, facts, schedule, widths or {})
         optimizers.append(optimizer_class(groups, **options))
@@ -71,7 +73,7 @@ def recipe_of_parameter(
 
 
 def _parameter_groups(
-    parameters: Iterable[_NamedParameter],
+    parameters: Iterable[_RecipeOfParameter],
     config: OptimizerConfig,
     facts: MatrixFacts | None,
     schedule: RateSchedule,
@@ -79,9 +81,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: the parameters with equal settings are one group."""
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-    for name, parameter in parameters:
+    for name, parameter, recipe in parameters:
         section, group = config.of_parameter(name), config.group_of(name)
-        recipe = recipe_of_parameter(name, parameter.shape, config, facts)
         lr_factor, weight_decay = group.lr_factor if group else 1.0, section.weight_decay
         if name in widths:
             assert recipe.mup_rule is not None, (

@@ -41,16 +41,15 @@ def clip_gradients(
     is clipped by itself instead. Does not wait for the device.
     """
     parameters = list(parameters)
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
-    local = [local_shard(grad) for grad in grads]
+    with_grad = [(p, p.grad) for p in parameters if p.grad is not None]
+    local = [local_shard(grad) for _, grad in with_grad]
     if scale != 1.0:
         torch._foreach_mul_(local, 1 / scale)
-    norms = iter(shard_norms(grads))
+    norms = iter(shard_norms(local))
     norm_of_each = [None if p.grad is None else next(norms) for p in parameters]
     total, own = combine_norms(parameters, norm_of_each, mesh)
     if adaptive:
-        adaptive.scale(with_grad, grads)
+        adaptive.scale(with_grad)
     elif max_norm > 0:
         # The formula of torch.nn.utils.clip_grads_with_norm_, which handles DTensors one by one.
         torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))

@@ -23,7 +23,7 @@ from titanlite.settings import Fraction
 
 
 class ElementwiseOptimizer(ConditionalBase):
-    """An optimizer with at most one moment, computed in fp32 and stored in the params' dtype."""
+    """At most one moment, computed in fp32; stored in the params' dtype, but of vectors in fp32."""
 
     moment = "momentum_buffer"  # name in the state
 

@@ -116,7 +116,7 @@ class OptimizerSet:
     def step_if(self, accept: Tensor) -> None:
         """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
 
-        Step counters in host memory advance either way: `uncount_steps` corrects them.
+        Step counters in host memory may advance either way: `uncount_steps` corrects them.
         Waits for the device only in optimizers that are not a `ConditionalOptimizer`.
         """
         self._step(accept)

@@ -161,6 +161,13 @@ def check_tensor_parallel(
             " of it.",
             fix=f"Use a divisor of {kv_heads}, or a multiple (each head is then replicated).",
         )
+    vocabulary = sizes.vocab_size
+    if (tensor - 1) * -(-vocabulary // tensor) >= vocabulary:
+        yield ConfigError(
+            f"{key} = {tensor}: a shard has {-(-vocabulary // tensor)} of model.vocab_size ="
+            f" {vocabulary} rows, so the last rank would have none.",
+            fix="Use a smaller degree, or a larger model.vocab_size.",
+        )
     # Under context parallel, check_context_parallel checks the length of a shard instead.
     if seq_len % tensor and degrees.context == 1:
         yield ConfigError(

@@ -184,9 +184,6 @@ class KeyValueColwise(ParallelStyle):
         if module.out_features // self.head_width % device_mesh.size() == 0:
             return self.colwise()._apply(module, device_mesh)
         distribute_parameters(module, device_mesh, Replicate())
-        module.register_forward_pre_hook(
-            lambda _, inputs: _as_dtensor(inputs[0], device_mesh, Replicate())
-        )
         module.register_forward_hook(
             lambda _, inputs, output: self._select_head(output, device_mesh.size())
         )
@@ -197,10 +194,6 @@ class KeyValueColwise(ParallelStyle):
         copies = heads.expand(-1, -1, -1, ranks // heads.shape[2], -1).flatten(2, 4)
         # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
-
-
-def _as_dtensor(x: Tensor, tp: DeviceMesh, placement: Placement) -> DTensor:
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, tp, [placement])
 
 
 class Replicated(ParallelStyle):
@@ -244,7 +237,7 @@ class OutputLayerColwise(ParallelStyle):
 
 
 def _gather_input(tp: DeviceMesh, module: nn.Module, inputs: tuple) -> DTensor:
-    x = _as_dtensor(inputs[0], tp, Shard(SEQUENCE_DIM))
+    x = DTensor.from_local(inputs[0], tp, [Shard(SEQUENCE_DIM)])
     return x.redistribute(placements=[Replicate()])
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import stat
-import tempfile
 import threading
 import time
 import uuid
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from titanlite.errors import CheckpointError, ConfigError
@@ -213,10 +213,7 @@ def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
 
     On return the lease may be gone, so the caller tries to create one again.
     """
-
-    def refuse(holder: str) -> ConfigError:
-        return lease_conflict_error(key, path.parent, f"{holder}; {_describe_heartbeat_age(path)}")
-
+    refuse = partial(lease_conflict_error, key, path.parent)
     dead = find_dead_lease(lambda: _read_lease_file(path), path, stale_seconds, refuse)
     if dead and _remove_if_unchanged(path, dead[0]):
         logger.warning("%s: taken over from %s", path, dead[1])
@@ -268,14 +265,6 @@ def _folder_lock_on_this_host(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _describe_heartbeat_age(path: Path) -> str:
-    seen = _read_lease_file(path)
-    with tempfile.TemporaryFile(dir=path.parent) as probe:  # the file system's clock, not ours
-        now = os.fstat(probe.fileno()).st_mtime_ns
-    age = max(0, now - seen.mtime) / 1e9 if seen else 0.0
-    return f"its last heartbeat was {age:.0f} s ago"
 
 
 def lease_conflict_error(key: str, folder: object, holder: str) -> ConfigError:

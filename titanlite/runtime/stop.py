@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from titanlite.errors import EXIT_INTERRUPTED
 from titanlite.threads import DeviceThread
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM)  # after these, torchrun kills the ranks in the end
+SIGNALS = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
 SECOND_CTRL_C_SECONDS = 1.0  # a signal within this time is the launcher's copy of the first
 ABORT_SECONDS = 2.0  # to record how the run ends; not longer, because the disk may hang
@@ -38,7 +39,7 @@ class StopRequest:
     deadline: float | None = None  # by time.monotonic()
     limit_seconds: float | None = field(default_factory=launcher_limit)
     received: int = field(default=0, init=False)  # the number of the signal
-    received_at: float = field(default=0.0, init=False)  # by time.monotonic()
+    limit_begins: float = field(default=math.inf, init=False)  # by time.monotonic()
 
     def install_handlers(self, on_abort: Callable[[], None], rank: int = 0) -> None:
         """Treat signals as requests to save and stop; without this call they end the process.
@@ -66,17 +67,17 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """Time until torchrun kills this rank; inf unless it was signalled."""
-        if self.limit_seconds is None or self.received not in (signal.SIGINT, signal.SIGTERM):
+        """Time until torchrun kills this rank; inf unless SIGINT or SIGTERM was received."""
+        if self.limit_seconds is None:
             return math.inf
-        return self.received_at + self.limit_seconds - time.monotonic()
+        return self.limit_begins + self.limit_seconds - time.monotonic()
 
     def _describe(self, number: int) -> str:
         """What happens after a signal, in one line."""
         is_ctrl_c = number == signal.SIGINT
         name = "Ctrl-C" if is_ctrl_c else signal.Signals(number).name
         line = f"titanlite: {name}: saving after this step"
-        if self.limit_seconds is not None and number in (signal.SIGINT, signal.SIGTERM):
+        if self.limit_seconds is not None and number in ENDING:
             line += (
                 ", or the state before it if its micro-batches take too long; torchrun kills the"
                 f" ranks {self.limit_seconds:g} s after the signal ({LIMIT_VARIABLE})"
@@ -91,14 +92,14 @@ class StopRequest:
                 if number in SIGNALS:
                     if rank == 0 and (not self.received or number == signal.SIGINT):
                         print(self._describe(number), file=sys.stderr, flush=True)
-                    self.received_at = self.received_at or time.monotonic()
                     self.received = number
+                if number in ENDING:
+                    self.limit_begins = min(self.limit_begins, time.monotonic())
                 if number == signal.SIGINT:
                     first_ctrl_c = time.monotonic()
             elif (
                 # torchrun forwards a second Ctrl-C as SIGTERM (torch 2.13).
-                number in (signal.SIGINT, signal.SIGTERM)
-                and time.monotonic() - first_ctrl_c >= SECOND_CTRL_C_SECONDS
+                number in ENDING and time.monotonic() - first_ctrl_c >= SECOND_CTRL_C_SECONDS
             ):
                 _abort(on_abort)
 

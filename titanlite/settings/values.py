@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 from titanlite.errors import ConfigError
@@ -112,8 +112,8 @@ class DataclassBuilder:
             yield self._unknown_key(key, given, prefix, type_hints(section))
             return
         value, chooser = _chosen(section, table), f"{prefix}{section.KEY}"
-        if not isinstance(value, str) or value not in choices:  # the problem that users see
-            return
+        if not isinstance(value, str) or value not in choices:
+            return  # users see this problem alone: its own check refuses the value
         yield ConfigError(
             f'{key} = {format_value(given)}: is not a key of {chooser} = "{value}".',
             fix=f"Remove it; this {section.KEY} has {', '.join(type_hints(choices[value]))}."
@@ -208,7 +208,7 @@ def _parse_text(text: str, hint: type) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return hint(text.replace("_", ""))
-    except (TypeError, ValueError):
+    except ValueError:
         return text  # has the wrong type, so it is refused
 
 
@@ -230,7 +230,7 @@ def _convert_union(given: Any, members: tuple[Any, ...], declared: Any) -> Any:
 
 def _convert_literal(given: Any, allowed: tuple[Any, ...], declared: Any) -> Any:
     value = given.text if isinstance(given, CommandLineText) else given
-    if value in allowed and not isinstance(value, bool):
+    if value in allowed:
         return value
     by_lower_case = {str(choice).lower(): choice for choice in allowed}
     similar = difflib.get_close_matches(str(value).lower(), by_lower_case, 1)
@@ -243,13 +243,17 @@ def _convert_list(given: Any, item_hint: Any, declared: Any) -> list[Any]:
         given = _parse_list(given.text.strip(), declared)
     if not isinstance(given, list):
         raise ValueRefused(f"must be {describe_type(declared)}.")
+    return _convert_entries([(f"entry {i}", item) for i, item in enumerate(given)], item_hint)
+
+
+def _convert_entries(named: Iterable[tuple[str, Any]], hint: Any) -> list[Any]:
+    """The converted values; raises EntriesRefused with the problems of all, by their names."""
     values: list[Any] = []
     problems: list[str] = []
-    for index, item in enumerate(given):
+    for name, item in named:
         try:
-            values.append(convert(item, item_hint))
+            values.append(convert(item, hint))
         except ValueRefused as refusal:
-            name = f"entry {index}"
             problems += _describe_refusal(name, f"{name} ({format_value(item)})", refusal)
     if problems:
         raise EntriesRefused(problems)
@@ -270,17 +274,8 @@ def _convert_dict(given: Any, item_hint: Any, declared: Any) -> dict[str, Any]:
     """A table with any keys, such as the names of sources."""
     if not isinstance(given, dict):
         raise ValueRefused(f"must be {describe_type(declared)}.")
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for key, item in given.items():
-        try:
-            values[key] = convert(item, item_hint)
-        except ValueRefused as refusal:
-            name = f'"{key}"'
-            problems += _describe_refusal(name, f"{name} ({format_value(item)})", refusal)
-    if problems:
-        raise EntriesRefused(problems)
-    return values
+    named = [(f'"{key}"', item) for key, item in given.items()]
+    return dict(zip(given, _convert_entries(named, item_hint), strict=True))
 
 
 def _convert_table(given: Any, schema: type) -> Any:

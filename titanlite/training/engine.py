@@ -1,4 +1,4 @@
-"""Forward and backward of one batch. Only `build_engine` branches on pipeline parallelism."""
+"""Forward and backward of one batch. Here, only `build_engine` branches on pipeline parallelism."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def train(run: Run) -> int:
     """
     loop = _Loop(run)
     with _manual_garbage_collection():
-        while not loop.agreement.reason and run.state.step < run.config.steps:
+        while not loop.agreement.reason and run.state.step < run.training.steps:
             loop.run_iteration()
-    if run.state.step >= run.config.steps:
+    if run.state.step >= run.training.steps:
         return 0
     reason = loop.agreement.reason
     run.sinks.event(run.state.step, "stopped", reason=stop_reason_name(reason))
@@ -45,7 +45,7 @@ class _Loop:
         self.last: StepInfo | None = None
         self.agreement = RankAgreement(run)
         # A run that stops at once starts nothing; one with all steps done may lack its validation.
-        if not self.agreement.reason or run.state.step >= run.config.steps:
+        if not self.agreement.reason or run.state.step >= run.training.steps:
             self._start_actions()
 
     def run_iteration(self) -> None:
@@ -90,7 +90,7 @@ class _Loop:
             step=step,
             result=result,
             is_first=step == self.first_step,
-            is_last=step == self.run.config.steps,
+            is_last=step == self.run.training.steps,
             stop_reason=self.agreement.reason,
             is_saving=is_saving,
         )
@@ -105,7 +105,8 @@ class _Loop:
             if result is None:  # the run was rolled back
                 self._start_again()
                 return
-            latest, info = info.step, self._describe_step(result, info.is_saving)
+            latest = info.step
+            info = self.last = self._describe_step(result, info.is_saving)
             due = self._due_actions(info, only)
             if info.step < latest:  # the other actions have already run after that step
                 due = [action for action in due if action.waits]
@@ -134,9 +135,15 @@ class _Loop:
         reshard([state.model])
         if self.last is None:  # no step was taken since the start
             return
-        reason = self.agreement.reason
-        info = dataclasses.replace(self.last, step=state.step, stop_reason=reason, is_saving=False)
-        self._run_actions(info, False, only="save")  # not saving: it waits for a save in flight
+        self.run.finish_save(state.step)  # if it failed, this step is due again
+        info = dataclasses.replace(
+            self.last,
+            step=state.step,
+            is_last=False,
+            stop_reason=self.agreement.reason,
+            is_saving=False,
+        )
+        self._run_actions(info, False, only="save")
 
     def _reopen_batches(self) -> Batch:
         """Open the batches at the position of the state; returns the first one."""

@@ -53,7 +53,7 @@ class PeriodicAction:
     state of its own must then reset it to that of a new process.
     """
 
-    name: str  # the phase that the watchdog reports while the action runs
+    name: str  # the phase that the watchdog reports; "save": it also runs after an abandoned step
     is_due: Callable[[StepInfo], bool]
     run: Callable[[StepInfo], object]
     needs_accepted: bool = False
@@ -112,11 +112,7 @@ def log_metrics(
     """Write a step line every `freq` steps, after step 1 and after the last step."""
 
     def write(info: StepInfo) -> None:
-        line = _step_line(state, info, meter.read())
-        measured = (line["loss"], line["grad_norm"])
-        # A step with inf or NaN has a line only if it was skipped.
-        if info.result.skipped or all(map(math.isfinite, measured)):
-            sinks.step(line)
+        sinks.step(_step_line(state, info, meter.read()))
 
     def is_due(info: StepInfo) -> bool:
         return info.step == 1 or info.step % freq == 0 or info.ends_run

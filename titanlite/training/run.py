@@ -54,7 +54,7 @@ class StepGuard:
 class Run:
     """Everything that the training loop uses; `titanlite.job.build` builds it from a job."""
 
-    config: TrainingConfig
+    training: TrainingConfig
     device: torch.device
     state: TrainState
     engine: Engine

@@ -42,7 +42,7 @@ class StepHook:
         """Called when the gradients are complete."""
 
     def after_update(self, result: StepResult) -> None:
-        """Called after a step that updated the parameters, unless `result.accept` is false."""
+        """Called unless the host skips the step; it updated nothing if `result.accept` is false."""
 
 
 @dataclass(frozen=True)
