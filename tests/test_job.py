@@ -581,6 +581,7 @@ def _index_of(line: str) -> int:
     return next(n for n, (fact, _) in enumerate(EXPECTED_LINES) if fact in line)
 
 
+@pytest.mark.slow
 def test_config_errors_are_printed_once_under_torchrun(run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
     toml.write_text(f'include = ["{run_toml.name}"]\n{TEN_ERRORS}')

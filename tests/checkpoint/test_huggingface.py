@@ -263,6 +263,7 @@ def load_into_layout(layout, recipe, folders) -> int:
     return local
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, tied",
     [

@@ -155,6 +155,7 @@ def train(run_toml: Path, out: Path, *argv: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line and "event" not in line]
 
 
+@pytest.mark.slow
 def test_a_run_on_another_format_resumes_exactly(run_toml, corpus, tmp_path):
     write_npy(tmp_path / "a.npy", 5000)
     sources = (

@@ -93,6 +93,7 @@ def read(url: str, skip: bool = True, before=lambda: None) -> tuple[str, set[str
     return "".join(documents), {problem.kind for problem in problems}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAILURES)
 def test_failing_storage_is_no_damage_and_damage_is_no_failing_storage(store, name):
     url, text = put(name, CONTENT[name]), "".join(TEXTS)
@@ -193,6 +194,7 @@ def test_a_recipe_counts_damage_and_goes_on_after_the_storage_failed(store, tmp_
     assert counts["documents_out"] == 1 + before_the_damage.count(b"\n")
 
 
+@pytest.mark.slow
 def test_streamed_text_that_changes_or_cannot_be_read_ends_the_run(store):
     def stream(name: str):
         url = put(name, CONTENT["a.jsonl.gz"])
@@ -215,6 +217,7 @@ def test_streamed_text_that_changes_or_cannot_be_read_ends_the_run(store):
             before.read(0, samples)
 
 
+@pytest.mark.slow
 def test_shards_that_change_or_cannot_be_read_end_the_run(store, tmp_path):
     write_corpus(tmp_path / "corpus", 60_000)
     files = {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}

@@ -73,6 +73,7 @@ def test_damaged_and_incomplete_remote_shards_are_refused(remote, tmp_path):
             open_token_source("megatron", nowhere, options)
 
 
+@pytest.mark.slow
 @needs_s3
 def test_two_ranks_train_from_s3(run_toml, corpus, tmp_path, monkeypatch):
     with open_store() as store:

@@ -223,6 +223,7 @@ print(len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFIL
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("soft, hard", [(64, 64), (64, 1000)], ids=["hard", "soft"])
 def test_a_corpus_with_more_shards_than_file_descriptors_is_read(tmp_path, soft, hard):
     write_shards(tmp_path, [[range(5 * n, 5 * n + 5)] for n in range(150)], manifest=False)

@@ -195,6 +195,7 @@ except UserError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["train", "validation"])
 def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
     """The process must exit although its thread still hangs."""

@@ -275,6 +275,7 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_script_accepts_the_options_that_its_errors_name(tmp_path):
     (tmp_path / "a.txt").write_text("ab " * (1 << 19))  # 1.5 MiB
     command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "a.txt")]
@@ -347,6 +348,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_hostile_tokenizer_is_refused_and_crashes_no_process(tmp_path):
     """In a child process, which these would otherwise abort, block or fill."""
     files = {"harmless": MINIMAL} | {

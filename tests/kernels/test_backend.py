@@ -69,6 +69,7 @@ def test_all_kernels_give_the_same_gradients():
             assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 def test_a_compiled_block_runs_the_configured_kernel(kernel):
     """The block is one graph, and code outside it still uses the default kernel."""

@@ -106,6 +106,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_record(tmp_path):
     script = KILLED.format(folder=str(tmp_path), step=STEP)
     run = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT})

@@ -44,6 +44,7 @@ def training_losses(**section) -> list[float]:
 
 # Measured differences: 7e-6, 5e-4, 1.3e-2 and 9e-4 of a loss that falls from 5.71 to 5.27 (with
 # torchao 0.18's AdamW: 1.3e-3 in 8 bits, 2.4e-2 in 4, 1.6e-2 in Float8).
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, tolerance", [("bfloat16", 3e-5), ("8bit", 1e-3), ("4bit", 2e-2), ("float8", 2e-3)]
 )
@@ -78,6 +79,7 @@ def test_vectors_and_rows_without_blocks_have_fp32_moments():
         assert moment_bytes(shape, "4bit") == moment_bytes(shape, "float32")
 
 
+@pytest.mark.slow
 @torch._inductor.config.patch("cpp.simdlen", 1)  # without vectors, C++ compiles in half the time
 def test_the_update_compiles_once_and_matches_the_eager_update():
     """A new learning rate must not cause a compilation."""

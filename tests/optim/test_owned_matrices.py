@@ -92,6 +92,7 @@ def update_all(layouts: list[str]) -> list[list[int]]:
     return owned_of_layouts
 
 
+@pytest.mark.slow
 def test_every_shard_gets_the_result_of_its_whole_matrix():
     layouts = ["141", "122", "114", "212", "221"]  # replicas, FSDP ranks, tensor-parallel ranks
     owned = run_on_ranks(update_all, 4, layouts)

@@ -41,6 +41,8 @@ from titanlite.parallelize.compile import (
     prepare_compiler,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def compile_each_layout(layouts) -> list[tuple[int, int, str, bool]]:
     results = []

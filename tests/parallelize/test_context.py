@@ -84,6 +84,7 @@ def count_sent_values(layout) -> dict[str, list[int]]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 def test_grouped_key_value_heads_are_sent_once_not_per_query_head(rotate):
     ranks = 4
@@ -176,6 +177,7 @@ def peak_bytes_of_a_step(layout, recipe) -> int:
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", ["alltoall", "allgather"])
 def test_a_sequence_four_times_as_long_fits_on_four_ranks(rotate):
     short = replace(SGD, seq_len=256, batch=2)

@@ -21,6 +21,7 @@ V_OR_SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_ba
 STAGES_PER_RANK = {name: schedule.stages_per_rank or 2 for name, schedule in SCHEDULES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_microbatch_counts_are_rejected_exactly_where_torch_rejects_them(name, ranks):

@@ -31,6 +31,8 @@ from titanlite_corpus.tests.test_recipe import (  # noqa: F401  # fixtures
     write_recipe,
 )
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("distributed")
 ROOT = Path(__file__).parents[3]
 SETTINGS = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "1", "OMP_NUM_THREADS": "1"}

@@ -29,6 +29,8 @@ from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
 from titanlite_corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 BYTES = open_tokenizer("bytes")
 PIECE_BYTES = 4000

@@ -182,6 +182,7 @@ def kill_at(
     return child.returncode, errors.decode()
 
 
+@pytest.mark.slow
 def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     """Killed in one stage and asked to end in another, with 2 workers, then completed."""
     set_table_bytes(monkeypatch)
@@ -199,6 +200,7 @@ def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     assert not list((tmp_path / "out/.work").glob(".uncommitted/*"))
 
 
+@pytest.mark.slow
 def test_a_synthetic_corpus_is_the_same_with_1_2_and_4_workers_and_after_a_kill(
     tmp_path, monkeypatch
 ):
@@ -401,6 +403,7 @@ def test_a_document_above_the_limit_is_refused_with_the_key_of_a_recipe(write_re
     assert "read.document_mib" in error.value.fix
 
 
+@pytest.mark.slow
 def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
     recipe = write_recipe()
     command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe)]

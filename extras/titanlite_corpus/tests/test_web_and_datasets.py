@@ -98,6 +98,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("charset_and_page", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_page_is_the_problem_of_its_record(tmp_path, charset_and_page):
     pytest.importorskip("resiliparse")

@@ -15,6 +15,8 @@ import pytest
 from titanlite.errors import ConfigError, DataError
 from titanlite_lab.compare import compare_runs, draw_comparison, format_comparison, verdict
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 PATHS = f"{ROOT}:{ROOT / 'extras'}"
 STEPS = range(1, 101)

@@ -33,6 +33,7 @@ def use_rule(monkeypatch, rule) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "wider_heads"),
     [

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from conftest import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def run_drill(tmp_path, run_toml, *options: str, job: tuple[str, ...] = ()) -> str:

@@ -76,6 +76,7 @@ sys.exit(2)
 """
 
 
+@pytest.mark.slow
 def test_the_second_job_on_a_folder_has_the_ranks_of_the_first(tmp_path, monkeypatch):
     """One process would fail in its checks of the layout, before it asks for the lease."""
     faults, run = (

@@ -33,6 +33,8 @@ from titanlite_corpus.bpe import train_bpe
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite_lab.generate import Sampling, TextGenerator, generate, load_generator, sample_token
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model():

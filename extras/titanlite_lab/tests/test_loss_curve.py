@@ -71,6 +71,7 @@ def test_smoothing_does_not_bend_a_line_and_skips_nan():
     assert smooth(flat, 0.1)[1:] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_a_wrong_folder_is_one_error_line_and_exit_code_2(tmp_path):
     script = [sys.executable, "-m", "titanlite_lab", "loss"]
     run = subprocess.run(

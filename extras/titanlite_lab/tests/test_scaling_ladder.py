@@ -121,6 +121,7 @@ def test_each_count_leaves_out_what_it_names():
         assert counts["all"] == counts["matmul"] + (0 if sizes.tied_embeddings else embedding)
 
 
+@pytest.mark.slow
 def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(base, capsys):
     assert scaling_laws.main(ladder(base, "--tokens", "1e5,1e6,1e7", "--count", "matmul")) == 0
     for path in (base.parent / "runs").glob("*.toml"):

@@ -67,6 +67,7 @@ def test_offload_is_recommended_only_if_nothing_else_is_as_fast():
     assert unproven_features(layout.step.choice, 2048) == ["optimizer offload"]
 
 
+@pytest.mark.slow
 def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice(monkeypatch):
     asked, among = [], LayoutSearch.among
 
@@ -105,6 +106,7 @@ def test_numbers_of_gpus_that_work_are_named(model, gpus, batch, advice):
             alternatives_of(request_of(model, "7xH100", "1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fix", [["pipeline=1"], ["pipeline=2", "tensor=2"]], ids=str)
 def test_the_eager_memory_of_a_plan_is_that_of_its_dry_run(fix):
     """A plan is compiled and a dry run is not: that explains the whole difference."""

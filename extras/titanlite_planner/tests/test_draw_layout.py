@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from conftest import HANG_SECONDS
 from titanlite.parallelize.schedule import format_trace_name
 from titanlite_planner.commands import draw as draw_command
+
+pytestmark = pytest.mark.slow
 
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]
 

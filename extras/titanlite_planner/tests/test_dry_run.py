@@ -143,6 +143,7 @@ def compare(argv: list[str], ranks: int) -> list[tuple[RankStep, RankMemory]]:
     return pairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_estimate_equals_a_dry_run(name):
     ranks, settings = LAYOUTS[name]
@@ -150,6 +151,7 @@ def test_the_estimate_equals_a_dry_run(name):
         assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embedding():
     schedule = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
     (first, _), (second, _) = compare(argv_of({**PIPELINE, **schedule, **TIED}), 2)
@@ -157,6 +159,7 @@ def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embeddin
     assert first.resting.parameters == second.resting.parameters + ends
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
     argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.positions=16384"]
     argv += ["--parallelism.pipeline_parallel_degree=2", "--training.seq_len=256"]
@@ -164,6 +167,7 @@ def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
     assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "schedule", "microbatches"), [(2, "1F1B", 3), (4, "Interleaved1F1B", 6)]
 )
@@ -181,6 +185,7 @@ def test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks(ranks, sched
 TENSOR = {"parallelism.tensor_parallel_degree": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -202,6 +207,7 @@ def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, sett
 NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no bf16 units")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -286,6 +292,7 @@ def random_settings(rng: random.Random, schedules: list[str]) -> tuple[int, dict
     return ranks, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", [["1F1B"], [*SCHEDULES]], ids=["1F1B", "all"])
 def test_estimates_of_random_layouts_equal_dry_runs(request, schedules):
     """`--layouts 200` for a sweep; the traffic and the bytes at rest are equal in all of them."""

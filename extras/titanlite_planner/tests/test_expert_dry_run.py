@@ -12,6 +12,8 @@ from titanlite.models import FAMILIES, ExpertSizes
 from titanlite_planner.dry_run.ranks import _kinds
 from titanlite_planner.tests.test_dry_run import compare
 
+pytestmark = pytest.mark.slow
+
 SIZES = MoESizes(
     dim=256,
     n_layers=4,

@@ -117,6 +117,7 @@ def test_what_is_not_a_table_is_refused(text, tmp_path):
         parse_gpus("8xX1", tmp_path / "own.toml")
 
 
+@pytest.mark.slow
 def test_a_cpu_is_measured_on_the_spot_by_as_many_processes_as_it_has_ranks(tmp_path, monkeypatch):
     measure = cpu_rates._rates_of_process
 

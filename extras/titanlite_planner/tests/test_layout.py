@@ -161,6 +161,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_text_overlaps_another_or_leaves_the_page(name, tmp_path, monkeypatch):
     from matplotlib.figure import Figure

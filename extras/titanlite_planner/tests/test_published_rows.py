@@ -33,6 +33,7 @@ def predictions():
     return predict_rows(list(ROWS.values()))
 
 
+@pytest.mark.slow
 def test_the_errors_that_the_page_states_hold(predictions):
     found = summarise_errors(predictions)
     assert found["dense bf16"].median < 0.06

@@ -58,6 +58,7 @@ def fastest_of_all(search: LayoutSearch) -> PlannedLayout:
     return next(step for step in steps if step is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.02, 0.2, 1.0])
 def test_the_best_is_the_best_of_all_candidates(quantile):
     request = request_of()
