@@ -67,13 +67,13 @@ class FrameworkFacts:
     gather_buffer: bool = False  # for the input of the output layer; stays allocated after a step
 
 
-# torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
-# nanotron the same. This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
+# torchtitan and nanotron report what the allocator has reserved, BLOOM's log what nvidia-smi shows.
+# This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
 # nvidia-smi shows, beside that, CUDA's context with all kernels and NCCL's buffers. Calibrated on
 # BLOOM's rows, whatever their size.
 PROCESS_GIB = 4.0
-MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
+EARLY_MEGATRON = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
 # Megatron-Core's gradient_accumulation_fusion is on by default
 NEMO = FrameworkFacts(
     True,
@@ -84,19 +84,20 @@ NEMO = FrameworkFacts(
 )
 # by the beginning of a framework's name; the first that matches counts
 FRAMEWORKS = {
-    # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
-    "Megatron-LM 2021": MEGATRON_ZERO,
-    "Megatron-LM 2022": MEGATRON_ZERO,
+    # arXiv 2104.04473: no overlap of gradients; softmax, bias and GELU are fused (section 4.2), but
+    # norms are not fused with residual sums, so the traffic is nearer to that of eager blocks
+    "Megatron-LM 2021": EARLY_MEGATRON,
+    "Megatron-LM 2022": EARLY_MEGATRON,
     # arXiv 2201.11990, and bigscience's fork: DeepSpeed's pipeline reduces after the last backward
     # BLOOM ran with CUDA_LAUNCH_BLOCKING=1, against hangs (chronicles-prequel.md)
     "Megatron-DeepSpeed (ZeRO-1": replace(
-        MEGATRON_ZERO,
+        EARLY_MEGATRON,
         sharded="optimizer",
         blocking_launches=True,
         reported_memory=RESERVED,
         process_gib=PROCESS_GIB,
     ),
-    "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
+    "Megatron-DeepSpeed": replace(EARLY_MEGATRON, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
     "Megatron-LM 0.14": FrameworkFacts(
         True, "native", overlap=Overlap(data=False), fused_sums=True
@@ -143,14 +144,12 @@ UNKNOWN_DEFAULTS = (
     " overlapped, TP communication not overlapped are assumed"
 )
 
-# a part of the cell `hardware` in lower case, and the machine; the first that matches
+# a pattern in the cell `hardware` in lower case, and the machine; the first that matches
 MACHINES = (
     ("jean zay", "jean-zay-a100"),
-    ("a100-80gb", "dgx-a100"),
-    ("a100_80gb", "dgx-a100"),
-    ("a100_40gb", "dgx-a100-40gb"),
+    (r"a100.{0,12}(?<!\d)40 ?gb", "dgx-a100-40gb"),
     ("a100", "dgx-a100"),
-    ("h100-96gb", "grand-teton-h100-96gb"),
+    (r"h100.{0,12}(?<!\d)96 ?gb", "grand-teton-h100-96gb"),
     ("gb300", "gb300-nvl72"),
     ("gb200", "gb200-nvl72"),
     ("b300", "dgx-b300"),
@@ -222,7 +221,7 @@ def _read_row(row: Row) -> PublishedRun:
     workload = Workload(
         model,
         layout,
-        int(_row_number(row, "seq")),
+        _row_number(row, "seq"),
         numerics,
         recompute,
         compiled=facts.fused and not eager,
@@ -253,23 +252,25 @@ def framework_facts(row: Row) -> FrameworkFacts:
 _LIMITS = {"layers": 10_000, "pp": 10_000, "vp": 10_000, "gpus": 10_000_000}
 
 
-def _row_number(row: Row, key: str) -> float:
-    """A positive number that is not too large to be estimated."""
+def _row_number(row: Row, key: str) -> int:
+    """A positive whole number that is not too large to be estimated."""
     text = row[key].strip()
     try:
         number = float(text)
     except ValueError:
         raise MissingFact(f"{key} is {'not a number' if text else 'not published'}") from None
-    if not 1 <= number < math.inf:
-        raise MissingFact(f"{key} = {text} is not 1 or more")
     if number > (limit := _LIMITS.get(key, 10**9)):
         raise MissingFact(f"{key} = {text} is more than {limit:,}")
-    return number
+    if number < 1:
+        raise MissingFact(f"{key} = {text} is not 1 or more")
+    if number % 1:  # or not a number
+        raise MissingFact(f"{key} = {text} is not a whole number")
+    return int(number)
 
 
 def _degree(row: Row, key: str) -> int:
     """A degree of parallelism, 1 if it is not published."""
-    return int(_row_number(row, key)) if row[key].strip() else 1
+    return _row_number(row, key) if row[key].strip() else 1
 
 
 def _row_model(row: Row, notes: list[str]) -> ModelShape:
@@ -281,21 +282,23 @@ def _row_model(row: Row, notes: list[str]) -> ModelShape:
     sizes = dict(published_models().get(base, {}))
     cells = {"n_layers": "layers", "dim": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads"}
     cells |= {"hidden_dim": "ffn", "vocab_size": "vocab"}
-    sizes |= {key: int(_row_number(row, cell)) for key, cell in cells.items() if row[cell].strip()}
+    sizes |= {key: _row_number(row, cell) for key, cell in cells.items() if row[cell].strip()}
     if "bigscience" in row["source"]:
         sizes.setdefault("n_heads", BLOOM_HEADS)
     sizes.setdefault("n_kv_heads", sizes.get("n_heads"))
     llama = bool(re.search("llama|mixtral|qwen|oss|deepseek|kimi", base))
     sizes.setdefault("gated", llama)
-    if not llama:  # GPT and MPT: learned positions, tied embeddings and four times the width
-        sizes.setdefault("tied_embeddings", "8t_release" not in base)
-        sizes.setdefault("positions", 0 if "8t_release" in base else 1)
     missing = [cell for key, cell in cells.items() if not sizes.get(key)]
     if missing:
         raise MissingFact(f"not published: {', '.join(missing)}")
+    if not llama and "8t_release" not in base:  # GPT and MPT: tied embeddings, learned positions
+        sizes.setdefault("tied_embeddings", True)
+        # BLOOM's ALiBi has no table (setup-test-n2.slurm); 0 would stand for rotary embeddings
+        alibi = "bigscience" in row["source"]
+        sizes.setdefault("positions", 1 if alibi else _row_number(row, "seq"))
     if sizes["n_heads"] > sizes["dim"]:
         raise MissingFact(f"heads = {sizes['n_heads']} is more than hidden = {sizes['dim']}")
-    if "experts" in sizes and not row["ep"].strip() and "_ep" not in row["note"]:
+    if "experts" in sizes and not row["ep"].strip():
         raise MissingFact("ep is not published")
     if ("moe" in base or "mixtral" in base) and "experts" not in sizes:
         raise MissingFact("not published: experts")
@@ -321,30 +324,28 @@ def _predicts_two_tokens(row: Row, base: str) -> bool:
 
 
 def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
-    if not row["gpus"].strip():
-        raise MissingFact("gpus is not published")
-    if "x" in row["tp"] or not row["tp"].strip():
-        raise MissingFact("tp is not published")
-    tensor, pipeline, context = (_degree(row, key) for key in ("tp", "pp", "cp"))
-    gpus = int(_row_number(row, "gpus"))
+    gpus, tensor = (_row_number(row, key) for key in ("gpus", "tp"))
+    pipeline, context = (_degree(row, key) for key in ("pp", "cp"))
     ranks = tensor * pipeline * context
     if gpus % ranks:
         raise MissingFact(f"{gpus} GPUs are not a multiple of tp x pp x cp = {ranks}")
     data = gpus // ranks
-    if row["dp"].strip() and int(_row_number(row, "dp")) not in (data, data * context):
+    if row["dp"].strip() and _row_number(row, "dp") not in (data, data * context):
         raise MissingFact(f"dp = {row['dp']}, but gpus / (tp x pp x cp) = {data}")
     micro_batch, micro_batches = _row_batches(row, data, pipeline, notes)
     if pipeline > 1 and not row["vp"].strip():
         notes.append("stages per rank are not published: one assumed")
     sharded, reshard = _row_sharding(row, facts, data * context)
-    tensor_sequences = row["sp"].strip().lower() not in ("no", "false")
+    if tensor > 1 and not row["sp"].strip():
+        notes.append("sequence parallelism is not published: assumed")
+    sequence_parallel = row["sp"].strip().lower() not in ("no", "false")
     return Layout(
         shard=data,
         context=context,
         tensor=tensor,
         pipeline=pipeline,
         expert=_degree(row, "ep"),
-        sequence_parallel=tensor_sequences,
+        sequence_parallel=sequence_parallel,
         sharded=sharded,
         reshard_after_forward=reshard,
         stages_per_rank=_degree(row, "vp"),
@@ -355,10 +356,10 @@ def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
 
 def _row_batches(row: Row, data: int, pipeline: int, notes: list[str]) -> tuple[int, int]:
     """Sequences of a micro-batch, and the micro-batches of a data-parallel rank in one step."""
-    batch, global_batch = int(_row_number(row, "mbs")), int(_row_number(row, "gbs"))
+    batch, global_batch = _row_number(row, "mbs"), _row_number(row, "gbs")
     rank_batch = global_batch / data
     if row.get("microbatches", "").strip():
-        number = int(_row_number(row, "microbatches"))
+        number = _row_number(row, "microbatches")
         return max(1, round(rank_batch / number)), number
     of_a_rank = "torchtitan" in row["framework"] or _LOCAL_BATCH.search(row["note"])
     if of_a_rank and pipeline > 1:
@@ -421,8 +422,8 @@ def _row_sharding(row: Row, facts: FrameworkFacts, ranks: int) -> tuple[Any, boo
 
 def _row_cluster(row: Row, layout: Layout) -> Cluster:
     hardware = row["hardware"].lower()
-    for part, machine in MACHINES:
-        if part in hardware:
+    for pattern, machine in MACHINES:
+        if re.search(pattern, hardware):
             return find_cluster(machine, layout.gpus)
     raise MissingFact(f'hardware "{row["hardware"]}" is not known')
 
@@ -475,7 +476,7 @@ def _row_numerics(row: Row, facts: FrameworkFacts) -> Numerics:
     )
 
 
-_SIMUMAX = re.compile(r"(?:^|_)(tp|pp|dp|cp|ep|l|seq|mbc)(\d+)")
+_SIMUMAX = re.compile(r"(?:^|_)(tp|pp|cp|ep|l|seq|mbc)(\d+)")
 
 
 def _with_simumax_cells(row: Row) -> Row:
@@ -490,7 +491,8 @@ def _with_simumax_cells(row: Row) -> Row:
     if missing := {"l", "mbc"} - set(found):
         raise MissingFact(f"the case in the note lacks {' and '.join(sorted(missing))}")
     cells = {cell: found.get(cell, "1") for cell in ("tp", "pp", "cp", "ep")}
-    cells |= {"seq": found.get("seq", "4096"), "mbs": "1", "layers": found["l"], "vp": "1"}
-    ranks = int(cells["tp"]) * int(cells["pp"]) * int(cells["cp"])
-    cells["gbs"] = str(int(_row_number(row, "gpus")) // ranks * int(found["mbc"]))
+    cells |= {"seq": found.get("seq", "4096"), "layers": found["l"]}
+    cells |= {"mbs": "1", "vp": "1", "sp": "yes"}
+    ranks = math.prod(_row_number(cells, key) for key in ("tp", "pp", "cp"))
+    cells["gbs"] = str(_row_number(row, "gpus") // ranks * _row_number(found, "mbc"))
     return {**row, **cells}

@@ -22,6 +22,7 @@ from titanlite_planner.accuracy.row_errors import (
     summarise_errors,
 )
 from titanlite_planner.accuracy.rows import COLUMNS, predict_rows, read_rows, write_predictions
+from titanlite_planner.model_shape import count_parameters
 from titanlite_planner.plan.layout_space import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED
 
 RUNS = Path(__file__).parents[3] / "benchmarks" / "published_runs.csv"
@@ -176,17 +177,60 @@ def test_an_unknown_gpu_or_precision_gets_a_note():
     assert "hardware" in read_row({**ROWS["615"], "hardware": "TPU v5p"})
     assert "precision" in read_row({**ROWS["615"], "precision": "int8"})
     assert "seq is not a number" in read_row({**ROWS["615"], "seq": "2k"})
+    assert "tp is not a number" in read_row({**ROWS["615"], "tp": "8x2"})
+
+
+@pytest.mark.parametrize(
+    ("hardware", "machine"),
+    [
+        ("a100_40gb", "dgx-a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB", "dgx-a100-40gb"),
+        ("A100 40 GB", "dgx-a100-40gb"),
+        ("A100-80GB, 640GB a server", "dgx-a100"),
+        ("H100 96GB", "grand-teton-h100-96gb"),
+        ("h100_80gb", "dgx-h100"),
+    ],
+)
+def test_the_memory_of_a_gpu_is_read_however_it_is_written(hardware, machine):
+    assert read_row({**ROWS["382"], "hardware": hardware}).cluster.machine.name == machine
+
+
+def test_models_have_their_published_parameters():
+    counted = 0
+    for row in ROWS.values():
+        if published := re.search(r"NumParams (\d+)", row["note"]):  # of MPT: learned positions
+            model = read_row(row).workload.model
+            assert count_parameters(model) == pytest.approx(int(published[1]), rel=1e-3)
+            counted += 1
+    assert counted > 100
+    nemotron = read_row(ROWS["741"]).workload.model  # rotary, untied
+    assert count_parameters(nemotron) == pytest.approx(8.54e9, rel=1e-3)
+    assert read_row(ROWS["682"]).workload.model.positions == 2048
 
 
 @pytest.mark.parametrize("key", ["gpus", "tp", "pp", "cp", "vp", "ep", "mbs", "seq", "layers"])
-@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf"])
-def test_a_number_that_no_run_has_gets_a_note(key, number):
-    assert f"{key} = {number} is not 1 or more" in read_row({**ROWS["615"], key: number})
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        ("0", "is not 1 or more"),
+        ("-1", "is not 1 or more"),
+        ("nan", "is not a whole number"),
+        ("8.5", "is not a whole number"),
+        ("inf", "is more than"),
+    ],
+)
+def test_a_number_that_no_run_has_gets_a_note(key, number, problem):
+    assert f"{key} = {number} {problem}" in read_row({**ROWS["615"], key: number})
 
 
 def test_a_row_of_ones_own_gets_a_note_where_nothing_is_known():
     assert 'fsdp = "ZeRO-9"' in read_row({**ROWS["382"], "fsdp": "ZeRO-9"})
     assert "lacks l and mbc" in read_row({**ROWS["825"], "note": ""})
+    assert "tp = 0 is not 1 or more" in read_row({**ROWS["825"], "note": "tp0_pp1_l2_mbc1"})
+    assert "ep is not published" in read_row({**ROWS["733"], "note": "tp1_ep8"})
+    assumed = "sequence parallelism is not published: assumed"
+    assert assumed in read_row({**ROWS["615"], "sp": ""}).notes
+    assert assumed not in read_row(ROWS["382"]).notes  # tp = 1
     assert "no recipe of experts for H200" in read_row({**ROWS["47"], "hardware": "H200"})
 
 
