@@ -24,12 +24,11 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 from titanlite_corpus.chat import render
 from titanlite_corpus.chat.render import ANCHOR, ANSWER, ANSWER_END, BREAK, TemplateProblem
-from titanlite_corpus.chat.template import Message, Segment, Tools
+from titanlite_corpus.chat.template import REASONING, Message, Segment, Tools
 from titanlite_corpus.hashing import hash_json
 
 _MAX_BYTES = 4 << 20
 _VERSION = 3  # increase it when the same template gives other text or labels
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in a message
 RENDERER = [sys.executable, "-W", "ignore", render.__file__]
 _CPU_SECONDS = 10.0  # to compile a template and render one conversation
 _MARKS = str.maketrans(dict.fromkeys((ANSWER, ANSWER_END, BREAK, ANCHOR), "\ufffd"))
@@ -63,7 +62,7 @@ def _complete(message: Message) -> Message:
     """The message without keys that are null, because templates write "None", and with its
     reasoning under the two names that templates read, both as in transformers."""
     message = {key: value for key, value in message.items() if value is not None}
-    for text in (message[name] for name in _REASONING if name in message):
+    for text in (message[name] for name in REASONING if name in message):
         return {"thinking": text, **message, "reasoning_content": text}
     return message
 

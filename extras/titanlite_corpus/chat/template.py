@@ -12,6 +12,7 @@ from titanlite_corpus.chat.render import Message
 
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT)  # of the built-in templates
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in a message
 
 Tools = Sequence[dict[str, Any]]  # JSON schemas of what the assistant may call
 
@@ -38,8 +39,10 @@ class ChatTemplate(Protocol):
 
 def _check_plain(messages: Sequence[Message], tools: Tools) -> None:
     """Raise ValueError unless all messages have a role of ROLES, and text alone."""
-    if tools or any(message.get("tool_calls") for message in messages):
-        raise ValueError("it has tools or tool_calls, which only the model's own template can use")
+    keys = [key for key in ("tool_calls", *REASONING) if any(m.get(key) for m in messages)]
+    if tools or keys:
+        first = "tools" if tools else keys[0]
+        raise ValueError(f"it has {first}, which only the model's own template can use")
     for message in messages:
         if message["role"] not in ROLES:
             raise ValueError(f"the role {message['role']!r:.40} is none of {', '.join(ROLES)}")
@@ -61,7 +64,7 @@ class Llama3Template:
     )
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
-        """The segments of a conversation; raises ValueError for an unknown role, and for tools."""
+        """The segments of a conversation; raises ValueError unless they are plain text."""
         _check_plain(messages, tools)
         begin, start_header, end_header, end_of_turn = self.special_tokens
         yield Segment(begin, special=True)
@@ -86,7 +89,7 @@ class ChatMLTemplate:
     special_tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
-        """The segments of a conversation; raises ValueError for an unknown role, and for tools."""
+        """The segments of a conversation; raises ValueError unless they are plain text."""
         _check_plain(messages, tools)
         start, end = self.special_tokens
         for message in messages:
@@ -109,7 +112,7 @@ def open_chat_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if name in TEMPLATES:
         template: ChatTemplate = TEMPLATES[name]()
     elif Path(name).suffix in (".json", ".jinja"):
-        from titanlite_corpus.chat.jinja import open_jinja_template  # needs an optional package
+        from titanlite_corpus.chat.jinja import open_jinja_template  # which imports this module
 
         template = open_jinja_template(Path(name), tokenizer)
     else:

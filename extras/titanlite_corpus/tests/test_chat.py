@@ -14,7 +14,7 @@ from titanlite.data.text import list_file_ranges, read_located_documents
 from titanlite.errors import DataError
 from titanlite_corpus.chat import jinja
 from titanlite_corpus.chat.encode import ChatEncoder
-from titanlite_corpus.chat.template import open_chat_template
+from titanlite_corpus.chat.template import REASONING, open_chat_template
 from titanlite_corpus.read import CorpusSource, ReadConfig, _text_rules
 from titanlite_corpus.tests.chats import (
     CHATML,
@@ -279,8 +279,9 @@ def test_a_conversation_without_an_answer_has_no_entries(folder):
         ([{"role": "user"}], 'message 1 has no "content"'),
         ([{"role": "assistant", "content": ["part"]}], 'message 1 has no "content"'),
         ([*turns("a", "b"), {"role": "tool", "content": "c"}], "the role 'tool' is none of"),
-        ([*turns("a"), {"role": "assistant", "tool_calls": [{}]}], "has tools or tool_calls"),
-        ({"messages": turns("a", "b"), "tools": [{"name": "f"}]}, "has tools or tool_calls"),
+        ([*turns("a"), {"role": "assistant", "tool_calls": [{}]}], "it has tool_calls, which"),
+        ({"messages": turns("a", "b"), "tools": [{"name": "f"}]}, "it has tools, which"),
+        *(([turns("a", "b")[1] | {key: "c"}], f"it has {key}, which") for key in REASONING),
         ({"messages": turns("a", "b"), "tools": "f"}, '"tools" are not a list'),
     ],
     ids=str,
