@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from titanlite.data.random_bits import mix
+from titanlite.data.random_bits import GOLDEN, mix
 
 SEPARATOR, LETTER, SINGLE, IGNORED = range(4)  # kinds of characters
 # SINGLE: a word of its own, in scripts without spaces. IGNORED: accents and format characters.
@@ -45,19 +45,22 @@ def character_kinds() -> np.ndarray:
 
 @cache
 def character_values() -> np.ndarray:
-    """A random uint64 for each LETTER, equal for its cases and accents, or SINGLE; else 0."""
+    """A random uint64 for each LETTER, equal for its cases and accents, or SINGLE; else 0.
+
+    Only the dotless ı keeps a value of its own, although its upper case is I.
+    """
     kinds = character_kinds()
     folded = np.arange(_CODE_POINTS, dtype=np.uint64)
     for point in np.flatnonzero(kinds[:_CASES_END] == LETTER).tolist():
         folded[point] = ord(_fold_letter(chr(point), kinds))
-    values = mix((folded + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    values = mix((folded + np.uint64(1)) * GOLDEN)
     values[(kinds == SEPARATOR) | (kinds == IGNORED)] = 0
     return values
 
 
 def _fold_letter(letter: str, kinds: np.ndarray) -> str:
-    """The lower-case letter without accents, where it is one character."""
-    decomposed = unicodedata.normalize("NFD", letter)
-    base = [c for c in decomposed if kinds[ord(c)] != IGNORED] if len(decomposed) > 1 else [letter]
-    lower = (base[0] if len(base) == 1 else letter).lower()
-    return lower if len(lower) == 1 else letter
+    """The letter without case and accents, where it is one character."""
+    base = [c for c in unicodedata.normalize("NFD", letter) if kinds[ord(c)] != IGNORED]
+    letter = base[0] if len(base) == 1 else letter
+    folded = letter.casefold()  # of ς too, which lower() leaves beside the σ of Σ
+    return (folded if len(folded) == 1 else letter).lower()

@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from titanlite.data.random_bits import mix
+from titanlite.data.random_bits import GOLDEN, mix
 from titanlite_corpus.deduplicate.words import HashedDocuments
 from titanlite_corpus.hashing import mix32
 
@@ -59,5 +59,5 @@ def band_keys(signatures: np.ndarray, bands: int) -> np.ndarray:
     minima = signatures.reshape(bands, number // bands, documents)  # [bands, rows, documents]
     keys = np.zeros((bands, documents), np.uint64)
     for row in range(minima.shape[1]):
-        keys = mix(keys + minima[:, row] + np.uint64(0x9E3779B97F4A7C15))
+        keys = mix(keys + minima[:, row] + GOLDEN)
     return keys

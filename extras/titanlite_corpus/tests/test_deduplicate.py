@@ -148,6 +148,9 @@ def test_words_are_equal_whatever_their_case_accents_and_punctuation():
         ]
     )
     assert len(set(first)) == 4 and all(other == first for other in others)
+    for text in ("λόγος", "µ", "ẛ", "\u0374", "\u1fbe"):
+        word, *others = word_hashes([text, text.upper(), unicodedata.normalize("NFD", text)])
+        assert len(word) == 1 and all(other == word for other in others), text
 
 
 def test_scripts_without_spaces_have_a_word_for_each_character():
