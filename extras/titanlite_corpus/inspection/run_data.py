@@ -35,7 +35,7 @@ class RunData:
         return describe_positions(self.stream, formats, position, count)
 
     def batch_of(self, step: int) -> ConsumedBatch:
-        """The positions that a step consumed; raises DataError."""
+        """The positions that a step consumed; raises ConfigError or DataError."""
         if not self.path.is_dir():
             raise ConfigError(
                 f"{self.path}: is the TOML of a job; only a run has steps.",

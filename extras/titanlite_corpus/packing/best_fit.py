@@ -4,8 +4,9 @@ The packing of "Fewer Truncations Improve Language Modeling" (Ding et al., 2024,
 https://arxiv.org/abs/2404.10830): the longest item first, each into the bin with the least space
 that suffices. Items of one length are placed together: a bin takes as many of them as it has space
 for, then the next. That is what placing one after the other does, because a bin that has just taken
-an item has the least space of all, as long as one more fits. So a step of the loop empties a bucket
-of bins of equal space, or places all items of a length, and numpy does the rest.
+an item has the least space of all, as long as one more fits. A step of the loop fills an array of
+bins of equal space, or places the last items of a length. Only the latter adds arrays, two at most:
+the number of steps depends on how many different lengths there are, not on the number of items.
 """
 
 from __future__ import annotations
