@@ -44,13 +44,12 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
     job, problems = check_job(config, config.job.check_ranks or world_size)
     if here:
         problems += check_environment(config, job.sizes if job else None)
-    # A refused key has its default value now, so further problems of that key mean nothing. Nor do
-    # those of its section if it is a name, which chooses the other keys, or one of the degrees.
+    # A refused key has its default value now: problems of it, or of what it decides, mean nothing.
     refused_keys = {key for problem in refused for key in problem.keys}
     sections = {
         text.partition(".")[0]
         for text in map(str, refused)
-        if re.match(r"\w+\.name = |parallelism\.", text)
+        if re.match(r"\w+\.name = |parallelism\.\w+_degree = ", text)
     }
 
     def is_meant(problem: UserError) -> bool:
