@@ -9,6 +9,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ OUTSIDE_ASSIGNMENTS = {
 def imported_modules(path: Path) -> set[str]:
     """Every module that a file imports, including lazy imports and imports for types only."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -157,7 +158,7 @@ def test_extras_import_the_trainer_and_the_lab(path):
 
 def test_no_module_imports_a_private_name_of_another():
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titanlite"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert not private, f"{path.relative_to(ROOT)} imports {private} of {node.module}"
@@ -177,6 +178,7 @@ def test_models_import_nothing_of_torch_distributed():
         )
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

@@ -45,6 +45,7 @@ def check_epochs(columns: list[np.ndarray]) -> None:
         assert len(np.unique(pairs)) == len(draws)
 
 
+@pytest.mark.slow
 def test_a_million_samples_have_exact_quotas_and_complete_epochs():
     columns = read_all(build_order(), 10**6)
     counts = np.bincount(columns[0])

@@ -124,6 +124,7 @@ def test_quotas_are_exact_over_a_run_however_small_the_weight(weights):
         before = drawn
 
 
+@pytest.mark.slow
 def test_a_source_with_a_tiny_weight_still_completes_its_epochs():
     order = SampleOrder(3, [("rare", 1e-5, 10), ("common", 1.0, 10**6)])
     source, epoch, sample = sample_at(order, 0, 500 * BLOCK)

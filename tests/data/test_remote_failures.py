@@ -113,6 +113,7 @@ def test_failing_storage_is_no_damage_and_damage_is_no_failing_storage(store, na
         assert type(refusal.value) is DataError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENT)
 def test_a_file_that_is_replaced_or_removed_after_it_was_listed_is_reported(store, name):
     url, fs = put(name, CONTENT[name]), fsspec.filesystem("s3")

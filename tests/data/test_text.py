@@ -121,6 +121,7 @@ def test_a_broken_line_loses_only_itself_and_is_named(tmp_path, line, kind, suff
         assert f"a{suffix}, {place}: " in problems[0].error.message
 
 
+@pytest.mark.slow
 def test_a_parquet_takes_time_in_proportion_to_its_row_groups(tmp_path):
     def seconds(groups: int) -> float:
         table = pyarrow.table({"text": ["a"]})

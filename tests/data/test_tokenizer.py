@@ -263,6 +263,7 @@ def test_a_tokenizer_without_a_known_eos_is_refused(tmp_path):
         open_tokenizer(write_tokenizer_json(tmp_path, end="<|nothing known|>"))
 
 
+@pytest.mark.slow
 def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_path):
     source, out = tmp_path / "t.jsonl", tmp_path / "t.model"
     source.write_text(json.dumps({"text": "to be or not to be, that is the question"}) + "\n")

@@ -158,6 +158,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", ORDERS)
 def test_keys_and_values_are_exchanged_while_the_own_ones_are_computed_with(rotate):
     ranks = 3

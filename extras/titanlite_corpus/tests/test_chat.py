@@ -389,6 +389,7 @@ EXHAUSTING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", EXHAUSTING, ids=lambda t: t[:30])
 def test_a_template_that_exhausts_memory_or_time_is_refused(folder, template, monkeypatch):
     monkeypatch.setattr(jinja, "_CPU_SECONDS", 0.5)

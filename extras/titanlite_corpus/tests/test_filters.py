@@ -292,6 +292,7 @@ def assert_time_in_proportion(rule: str, unit: str | Callable[[int], str]) -> No
     assert seconds[1] < 8 * seconds[0] + 0.1, text[:40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_personal_data_takes_time_in_proportion_to_a_hostile_text(beginning):
     for key in KEYS:

@@ -90,6 +90,7 @@ def test_a_trusted_plan_has_only_what_published_runs_have_and_no_layout_twice(mo
     assert text[7].strip().startswith("recommended: the simplest within 3% of the fastest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "advice"),
     [

@@ -46,6 +46,7 @@ def test_the_errors_that_the_page_states_hold(predictions):
     assert len(predictions) == len(ROWS) == 672
 
 
+@pytest.mark.slow
 def test_the_errors_that_a_plan_prints_are_those_of_the_rows(predictions):
     assert ERRORS.read_text("utf-8") == errors_toml(predictions)
 

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.parallelize.schedule import build_schedule_order
 from titanlite_planner.accuracy.row_errors import model_flops
-from titanlite_planner.hardware import parse_gpus
+from titanlite_planner.hardware import CPU, parse_gpus
 from titanlite_planner.model_shape import Experts, LatentAttention, ModelShape
 from titanlite_planner.time.efficiency import efficiency_sets, find_efficiency
 from titanlite_planner.time.kernels import KERNEL_S, KernelTimes
@@ -212,10 +212,10 @@ def test_an_unaligned_vocabulary_slows_the_output_layer_as_reported():
         workload = Workload(model, layout, 1024, attention_kernel="flash2", loss="pytorch")
         return estimate_step(workload, cluster).total
 
-    a100, cpu = parse_gpus("8xA100"), parse_gpus("1xCPU")
+    a100, cpu = parse_gpus("8xA100"), dataclasses.replace(H100.gpu, name=CPU)
     assert 1.15 < gpt2(50257, a100) / gpt2(50304, a100) < 1.35  # nanoGPT: "~25% speedup"
     assert gpt2(50257, H100) / gpt2(50304, H100) > 1.5  # whose aligned matmuls are faster
-    kernels = KernelTimes(cpu.gpu, find_efficiency("CPU"))
+    kernels = KernelTimes(cpu, find_efficiency(CPU))
     assert kernels.unaligned(50257, "bfloat16") == 1.0
     assert KernelTimes(H100.gpu, find_efficiency("H100")).unaligned(50257, "float32") == 1.0
 
