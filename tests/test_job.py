@@ -176,7 +176,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--data.sources", '[{ name = "a", path = "nowhere" }]'], 1, "no such folder"),
         (["--data.tokenizer", "nowhere.model"], 1, "data.tokenizer"),
         (["--training.seq_len", "100000000"], 1, "one sample needs"),
-        (["--checkpoint.initial_load_path", "nowhere"], 1, "is not a checkpoint"),
         (
             ["--checkpoint.enable", "false", "--checkpoint.initial_load_path", "nowhere"],
             1,
@@ -222,6 +221,13 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ),
         (["--model.dim", "20"], 1, "model.dim / model.n_heads = 5: RoPE"),
         (["--model.head_dim", "5"], 1, "model.head_dim = 5: RoPE"),
+        (
+            ["--model.dim", "8", "--model.n_heads", "16", "--optimizer.state_dtype", "8bit"],
+            1,
+            "model.dim = 8: is not a multiple of model.n_heads = 16",
+        ),
+        (["--model.dim.x", "3"], 1, 'model.dim = { x = "3" }: must be an integer'),
+        (["--data.mixture.temperature", "0.01"], 1, "data.mixture.temperature = 0.01: must be"),
         (
             [
                 "--activation_checkpoint.mode",

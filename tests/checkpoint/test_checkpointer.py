@@ -390,7 +390,8 @@ def find_in(folder, config) -> str:
 def test_an_interrupted_first_save_is_removed_and_the_run_starts(tmp_path):
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / "unfinished").touch()
-    (tmp_path / "step-2.removed").mkdir()
+    for removed in ("step-2.removed", "step-2.removed.removed", "step-1.aside-1.removed"):
+        (tmp_path / removed).mkdir()  # a removal that was interrupted, perhaps twice
     assert run_on_ranks(find_in, 1, str(tmp_path), {}) == ["nothing"]
     assert list(tmp_path.iterdir()) == []
 
@@ -400,6 +401,20 @@ def test_an_empty_checkpoint_folder_does_not_hide_the_initial_checkpoint(tmp_pat
     (tmp_path / "own").mkdir()
     config = {"initial_load_path": str(tmp_path / "other" / "step-2")}
     assert run_on_ranks(find_in, 1, str(tmp_path / "own"), config) == ["step-2"]
+
+
+def start_from_another_run(folder) -> bool:
+    """Whether the last save is due in a run whose last step is that of its initial checkpoint."""
+    state = trained(Layout())
+    save_and_wait(open_checkpointer(Path(folder, "other")), state)
+    initial = str(Path(folder, "other", f"step-{state.step}"))
+    own = open_checkpointer(Path(folder, "own"), initial_load_path=initial)
+    assert own.load(own.find(), state.model, state.optimizer, {}) is None
+    return own.due(state.step, ends_run=True)
+
+
+def test_a_run_that_starts_from_another_one_saves_the_step_of_the_same_number(tmp_path):
+    assert run_on_ranks(start_from_another_run, 1, str(tmp_path)) == [True]
 
 
 def test_load_only_changes_nothing_in_the_folder(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -182,6 +185,24 @@ def test_files_that_cannot_be_divided_are_assigned_by_document():
     assert [(unit.first, unit.stride) for unit in units] == [(n, 4) for n in range(4)]
     assert [len(lane) for lane in assign_units_to_lanes(units, 4)] == [1, 1, 1, 1]
     assert isinstance(units[0], TextUnit)
+
+
+class WithoutSize(SimpleHTTPRequestHandler):
+    """A server that does not say how large a file is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length":
+            super().send_header(keyword, value)
+
+
+def test_text_from_a_server_that_gives_no_size_is_read(texts):
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(WithoutSize, directory=texts)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        source = open_texts(f"http://127.0.0.1:{server.server_port}/b.jsonl.zst", lanes=1)
+        ids = source.read(np.arange(20))
+        server.shutdown()
+    assert (ids == open_texts(texts / "b.jsonl.zst", lanes=1).read(np.arange(20))).all()
 
 
 class WithoutBos(type(BYTES)):

@@ -39,3 +39,5 @@ def test_a_scale_of_1_cannot_shrink():
         values.append(scale.shrinkable)
         scale.update(False)
     assert values == [True, True, False]
+    scale.update(finite=False)  # as without a guard, which asks `shrinkable`
+    assert scale.value == 1

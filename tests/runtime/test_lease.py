@@ -184,17 +184,10 @@ def test_the_second_job_on_a_folder_is_refused_with_the_name_of_the_holder(tmp_p
     text = str(refused.value)
     assert f"job.dump_folder = {tmp_path}/out: another job is writing there" in text
     assert f"process {first.process.pid} on {holder['host']}" in text
-    assert f"since {time.strftime('%Y-%m-%d %H:')}" in text and "heartbeat was 0 s ago" in text
+    assert f"since {time.strftime('%Y-%m-%d %H:')}" in text
     assert "Use another job.dump_folder, or end that process" in text
     assert first.request("lost") == ""
     assert is_held(tmp_path / "out")
-
-
-def test_the_refusal_shows_the_age_of_the_heartbeat(tmp_path):
-    with closing(acquire_lease(tmp_path)):
-        os.utime(tmp_path / LEASE_FILE, (0, time.time() - 100))
-        with pytest.raises(ConfigError, match="heartbeat was 100 s ago"):
-            acquire_lease(tmp_path)
 
 
 def test_a_lease_is_released(tmp_path, start_job):

@@ -144,7 +144,7 @@ class Checkpointer:
         return self.config.async_mode == "disabled"
 
     def due(self, step: int, ends_run: bool) -> bool:
-        """Whether to save after step `step`, counted from 1."""
+        """Whether to save after step `step`, counted from 1. Not collective."""
         config = self.config
         first = step == 1 and config.enable_first_step_checkpoint
         is_due = first or ends_run or step % config.interval == 0
@@ -321,7 +321,7 @@ class Checkpointer:
             allowed=config.allow_changes,
             position=manifest.progress.get("position"),
         )
-        self.save_seconds, self.last_step = manifest.seconds, manifest.step
+        self.save_seconds = manifest.seconds
         if PUBLISHED_FILE in manifest.files:
             self.files[PUBLISHED_FILE] = folder.read(PUBLISHED_FILE)
         finished = manifest.step == finished_at and not manifest.has("optimizer")
@@ -331,16 +331,15 @@ class Checkpointer:
         if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state
             raise CheckpointError(
                 f"{folder}: has only weights and no optimizer state"
-                " (checkpoint.last_save_model_only), so this run cannot resume from it.",
+                " (checkpoint.last_save_model_only, or SGD without momentum), so this run cannot"
+                " resume from it.",
                 fix="Use an earlier checkpoint (checkpoint.load_step), or start the optimizer state"
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
         if required.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
-        if model_only:
-            return None
-        return _without_excluded(manifest.progress, excluded)
+        return None if model_only else _without_excluded(manifest.progress, excluded)
 
     def _check_all_weights_are_used(
         self, found: FoundCheckpoint, weights: Mapping[str, Any]
@@ -363,7 +362,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints with a valid manifest and right file sizes. Not collective."""
-        return self.step_folders.valid_steps()
+        return self.step_folders.valid_steps() if self.config.enable else []
 
     def set_aside_later_steps(self, step: int) -> None:
         """Set aside the checkpoints of later steps, which are damaged or were rolled back.
@@ -371,6 +370,7 @@ class Checkpointer:
         Otherwise the next start would resume from them, and retention would count them as the
         latest. They are deleted only after later saves (checkpoint.keep_aside_k).
         """
+        self.last_step = step
         if self.config.saves:
             self.step_folders.set_aside_later(step)
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from titanlite.checkpoint.manifest import read_checkpoint_manifest
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.settings import NotNegative, Positive, Range
-from titanlite.storage import StorageFolder, is_url
+from titanlite.storage import StorageFolder
 
 EXCLUDABLE_PARTS = ("optimizer", "dataloader", "train_state")  # of exclude_from_loading
 
@@ -66,7 +65,7 @@ class CheckpointConfig:
 
 def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
     """The folder with the checkpoints of the run in the folder `run`."""
-    return StorageFolder(config.folder if is_url(config.folder) else run / config.folder)
+    return StorageFolder(config.folder if "://" in config.folder else run / config.folder)
 
 
 def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
@@ -87,7 +86,7 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
                 f" excluded{reason}.",
                 fix=f"Use {', '.join(EXCLUDABLE_PARTS)}.",
             )
-    if is_url(config.folder):
+    if "://" in config.folder:
         try:
             StorageFolder(config.folder)
         except CheckpointError as error:
@@ -103,8 +102,3 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
             " weights.",
             fix="Leave checkpoint.initial_load_model_only at true.",
         )
-    if config.initial_load_path is not None and not config.initial_load_in_hf:
-        try:
-            read_checkpoint_manifest(StorageFolder(config.initial_load_path))
-        except CheckpointError as error:
-            yield ConfigError(f"checkpoint.initial_load_path: {error.message}", error.fix)

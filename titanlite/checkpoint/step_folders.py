@@ -41,12 +41,12 @@ def list_steps(folder: StorageFolder) -> CheckpointListing:
     """List the step folders of a checkpoint folder by their state."""
     steps, aside, unfinished = [], [], []
     for name in folder.folders():
-        match = re.fullmatch(r"step-(\d+)(\.removed|\.aside-\d+)?", name)
+        match = re.fullmatch(r"step-(\d+)(\.aside-\d+)?((?:\.removed)*)", name)
         if not match:
             continue
         files = (folder / name).sizes()
         is_unfinished = not files or (UNFINISHED in files and MANIFEST_FILE not in files)
-        if match[2] == ".removed" or is_unfinished:
+        if match[3] or is_unfinished:
             unfinished.append(name)
         elif match[2] or ASIDE in files:
             aside.append(name)
@@ -213,7 +213,7 @@ class StepFolders:
         return True
 
     def _read_applied_load_step(self) -> int:
-        """The step in load_step.json, or -1; deletes the file if checkpoint.load_step = -1."""
+        """The step in load_step.json, or -1; a run that saves deletes it if load_step = -1."""
         applied = -1
         try:
             applied = parse_json(self.folder.read(LOAD_STEP_FILE))["load_step"]

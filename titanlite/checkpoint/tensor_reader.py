@@ -43,7 +43,7 @@ from titanlite.checkpoint.model_state import State
 from titanlite.errors import CheckpointError
 from titanlite.storage import StorageFolder
 
-BUFFER_BYTES = 1 << 26  # most bytes of one read, and of a buffer of rows before they are converted
+BUFFER_BYTES = 1 << 26  # most bytes of one read, and of a buffer of rows, or one row, to convert
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # section 4.3.7 of the format's APPNOTE.TXT
 _TAIL_BYTES = 4096  # of an archive, with its directory: one of seven entries has 500

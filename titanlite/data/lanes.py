@@ -78,7 +78,7 @@ def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
         if len(pieces) > 1 or not part.path.endswith((*COMPRESSIONS, ".parquet")):
             units += [TextUnit(piece) for piece in pieces]
             continue
-        stride = min(lanes, -(-sizes[part.path] // limit))
+        stride = max(1, min(lanes, -(-sizes[part.path] // limit)))
         units += [TextUnit(part, first, stride) for first in range(stride)]
     return units
 
@@ -144,7 +144,7 @@ class DocumentNode(BaseNode[np.ndarray]):
                 if not self._found:
                     raise DataError(
                         f"{self._label}: one of its lanes has no document.",
-                        fix="Set a smaller `lanes` of this source, or prepare the text.",
+                        fix="Check that the files have text, or set a smaller `lanes`.",
                     )
                 self._epoch, self._unit, self._found = self._epoch + 1, 0, False
                 self._order = self._order_units()
@@ -235,7 +235,7 @@ class Lane:
             self._seek(index)
         sample = None
         while self._next is not None and self._next <= index:
-            if not self._states or self._next > self._states[-1][0]:
+            if self._next > self._states[-1][0]:
                 self._states.append((self._next, self._samples.state_dict()))
             sample = next(self._samples)
             self._next += 1

@@ -30,7 +30,7 @@ class PhaseConfig:
 class MixtureConfig:
     """[data.mixture] How the sources are mixed, beyond their weights."""
 
-    temperature: Annotated[float, Range(0)] = 0.0
+    temperature: Annotated[float, Range(0.1, also=(0.0,))] = 0.0
     # multiply each weight by tokens^(1/temperature) of its source: at 1 by its size, and the larger
     # the temperature, the less the sizes count; 0: the weights as they are
     phases: list[PhaseConfig] = field(default_factory=list)

@@ -47,7 +47,7 @@ class MixtureQuotas:
         self._fractions: list[tuple[int, int, int]] = []
         # (source, numerator, denominator): fraction of the positions that earlier sources leave
         for number in by_weight:
-            fraction = exact[number] / remaining if remaining else Fraction(0)
+            fraction = exact[number] / remaining
             self._fractions.append((number, fraction.numerator, fraction.denominator))
             remaining -= exact[number]
 

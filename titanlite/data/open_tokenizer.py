@@ -33,8 +33,8 @@ def _read_file(path: Path) -> bytes:
         raise DataError(f'tokenizer "{path}": is a folder.', fix=fix)
     try:
         return read_regular_file(path, MAX_TOKENIZER_BYTES)
-    except OSError as error:
-        reason = str(error.strerror or error)
-        if error.errno not in (errno.EINVAL, errno.EFBIG):  # the messages of these two are complete
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason, number = str(getattr(error, "strerror", error)), getattr(error, "errno", None)
+        if number not in (errno.EINVAL, errno.EFBIG):  # the messages of these two are complete
             reason = f"cannot be read ({reason})"
         raise DataError(f'tokenizer "{path}": {reason}.', fix=ALLOWED) from None

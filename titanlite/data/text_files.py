@@ -57,7 +57,8 @@ class FileRange:
 
     def split(self, limit: int) -> list[FileRange]:
         """Ranges of about `limit` bytes; a file that cannot be entered midway is not split."""
-        if not self.path.endswith((".jsonl", ".parquet")) or self.bytes <= limit:
+        divisible = self.path.endswith((".jsonl", ".parquet")) and self.start < self.end
+        if not divisible or self.bytes <= limit:
             return [self]
         units = self.end - self.start
         step = max(1, units * limit // self.bytes)
@@ -304,6 +305,6 @@ def too_long_error(location: str, max_bytes: int) -> DataError:
     """The error for a document above the limit."""
     return DataError(
         f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
-        fix=f"Split it into several documents, or raise the limit: {_DOCUMENT_LIMIT}. A worker of"
+        fix=f"Split it into several documents, or prepare it with {_DOCUMENT_LIMIT}. A worker of"
         " scripts/prepare_data.py needs about 50 times the limit in memory.",
     )

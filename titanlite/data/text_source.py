@@ -24,7 +24,7 @@ from titanlite.data.lanes import (
     hash_file_samples,
 )
 from titanlite.data.text import list_file_ranges
-from titanlite.data.text_files import find_files
+from titanlite.data.text_files import UNKNOWN_END, find_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import CheckpointError, DataError
@@ -48,7 +48,7 @@ class TextSource:
     ):
         """`sample_ids`: ids of a sample. `encode`: ids of a document, with BOS and EOS."""
         files = find_files([path])
-        parts = [part for part in list_file_ranges(files) if part.bytes]
+        parts = [part for part in list_file_ranges(files) if part.bytes or part.end == UNKNOWN_END]
         if not parts:
             raise DataError(f"{path}: contains no text.")
         self.fingerprint = hash_division(parts, lanes)

@@ -192,7 +192,7 @@ class ExpertMesh:
 
     ep_tp: DeviceMesh  # ranks that the experts are divided over before FSDP:
     # [expert], [expert, expert_tensor] or [tensor]
-    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
+    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, expert_shard] with replicas
     exchange: DeviceMesh | None  # ranks that the experts are partitioned over; None: no partition
 
 
@@ -203,7 +203,7 @@ class Mesh:
     degrees: Degrees
     batch: DeviceMesh  # ranks that read different samples
     loss: DeviceMesh  # ranks whose losses add up to the loss of the global batch
-    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
+    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, sharded] with replicas
     cp: DeviceMesh  # ranks that each sequence is sharded over
     tp: DeviceMesh  # ranks that each matrix is sharded over
     pp: DeviceMesh  # ranks that the blocks are partitioned over

@@ -58,7 +58,7 @@ class TimeLimit:
         if self.elapsed_seconds > self.seconds + extra:
             return (
                 f"{state}. The limit is {self.key} = {self.seconds:g}. Raise it if this work needs"
-                " longer; the same command resumes from the newest checkpoint."
+                " longer; the same command resumes from the newest checkpoint, if there is one."
             )
         if self.elapsed_seconds >= self._warn_at and not waits:
             self._warn_at = 2 * self.elapsed_seconds

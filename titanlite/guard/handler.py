@@ -149,7 +149,7 @@ class Guard(StepGuard):
             raise TrainingDiverged(
                 f"the ranks disagree on the first violating step: one found step {latest}, another"
                 f" {-earliest or 'none'}. This is a hardware fault.",
-                fix="The same command resumes from the newest checkpoint.",
+                fix="The same command resumes from the newest checkpoint, if there is one.",
             ).mark_on_all_ranks()
         run.watchdog.set_phase(first.step, "replay")
         if run.step_settings.optimizer_in_backward is None:
@@ -250,7 +250,7 @@ class Guard(StepGuard):
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
             f" {first.step}, {str(faulty) or 'the reduction over ranks'} had other bits in the"
             " replay.",
-            fix="Run on other machines: the same command resumes from the newest checkpoint.",
+            fix="Run the same command on other machines; it resumes from a checkpoint, if any.",
         ).mark_on_all_ranks()
 
     def _give_up(self, violation: Violation, in_a_row: int = 1, batch: str = "") -> NoReturn:

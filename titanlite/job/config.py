@@ -91,13 +91,12 @@ class JobConfig:
         return resolve_float8(self.quantize.linear.float8, self.model.converters)
 
 
-# Sections and keys that decide what a step computes or what the guard does, and of these sections
-# the keys that do not.
+# Sections and keys that decide what a step computes or what the guard does.
 _MATHEMATICS = (
     *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
     *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed"),
 )
-_NO_MATHEMATICS = (
+_NO_MATHEMATICS = (  # keys of these sections that do not
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
     *("optimizer.implementation", "optimizer.offload", "optimizer.early_step_in_backward"),
     *("loss.chunk_tokens", "model.print_after_conversion"),

@@ -114,6 +114,7 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
         tokenizer = open_job_tokenizer(config)
     except UserError as error:
         yield from _with_key("data.tokenizer", error)
+        return  # whether it fits the data is not known
     if tokenizer and tokenizer.vocab_size > vocab_size:
         yield ConfigError(
             f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ class Job:
         for key in (key for key, written in is_written.items() if written):
             section, name = key.split(".")
             folder = self.folder / getattr(getattr(config, section), name)
-            if not folder.resolve().is_relative_to(self.folder.resolve()):
+            if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.folder)):
                 folders[key] = StorageFolder(folder)
         if config.checkpoint.saves:
             folders["checkpoint.folder"] = self.checkpoint_folder

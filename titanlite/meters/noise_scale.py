@@ -121,7 +121,8 @@ class NoiseMeter(ArmedHook):
         labels[max(small_batch - own * self._mesh.batch_rank, 0) :] = IGNORE_INDEX
         valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels))
         divisor = valid.clamp(min=1) / inputs.loss_scale
-        self._engine.forward_backward(replace(batch, labels=labels), divisor, set_phase)
+        half = replace(batch, labels=labels)
+        self._engine.forward_backward(half, divisor, lambda name: set_phase(f"noise {name}"))
         parameters = self._state.model.parameters()
         norm = clip_gradients(parameters, 0.0, self._mesh, inputs.loss_scale).total
         self._state.optimizer.zero_grad()

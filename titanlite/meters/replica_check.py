@@ -133,7 +133,7 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
                 f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
                 fix="This state was not saved. A device or its memory computed or stored a wrong"
                 " bit: take that host out of the job and test it, then run the same command again."
-                " It resumes from the newest checkpoint.",
+                " It resumes from the newest checkpoint, if there is one.",
             ).mark_on_all_ranks()
 
     def is_due(info: StepInfo) -> bool:

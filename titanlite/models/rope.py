@@ -58,7 +58,7 @@ class YarnScaling:
     @property
     def score_factor(self) -> float:
         """What attention scores are multiplied by (section 3.4), as DeepSeek-V3 does."""
-        return (0.1 * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+        return (0.1 * math.log(self.factor) + 1.0) ** 2
 
 
 RopeScaling = Llama3Scaling | YarnScaling

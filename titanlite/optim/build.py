@@ -46,7 +46,7 @@ def build_optimizer(
 
 
 def _members_of(groups: list[tuple[Any, list]], key: Any) -> list:
-    """The list beside an equal key, which may have no hash; a new one is added."""
+    """The list of `key`, which may have no hash; it is added if the key is new."""
     if all(other != key for other, _ in groups):
         groups.append((key, []))
     return next(members for other, members in groups if other == key)

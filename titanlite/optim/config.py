@@ -100,8 +100,8 @@ class OptimizerConfig(KeyedSection):
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
 
-    # values for optimizers whose class in OPTIMIZERS does not have these keys; a section that was
-    # read from a TOML is of that class, too
+    # values for optimizers whose class in OPTIMIZERS does not have these keys; a section that is
+    # read from a TOML also inherits from that class
     implementation: ClassVar = "for-loop"
     early_step_in_backward: ClassVar = False
     state_dtype: ClassVar[StateDtype] = "float32"

@@ -34,7 +34,7 @@ class LossScale:
         """Adapt the scale after a step whose gradients were finite or not."""
         self.held_steps = self.held_steps + 1 if finite else 0
         if not finite:
-            self.value /= 2
+            self.value = max(self.value / 2, min(self.value, 1.0))
         elif self.held_steps >= self.growth_steps:  # greater if a resumed run lowered growth_steps
             self.value, self.held_steps = self.value * 2, 0
 

@@ -198,7 +198,7 @@ def check_lr_scheduler_config(
                 f" {settings[f'warmup_{other}']}: the schedule of [lr_scheduler] is in {unit}.",
                 fix=f"Use warmup_{unit}.",
             )
-        if settings:
+        if settings.keys() & {"weight_decay_type", "final_weight_decay_factor"}:
             changed = dataclasses.replace(config, **settings)
             yield from _check_weight_decay(changed, f"optimizer.groups[{number}]")
 

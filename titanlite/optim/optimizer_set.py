@@ -99,7 +99,7 @@ class OptimizerSet:
     def follow_schedule(self, progress: StepSpan, factor: float = 1.0) -> float:
         """Set the learning rate and the weight decay of a step in each group.
 
-        `factor` multiplies the learning rate. Returns that of groups without settings of their own.
+        `factor` multiplies the learning rate. Returns it before the factors of groups and of muP.
         """
         peak_lr = self._peak_lr * factor
         for group in self.param_groups:

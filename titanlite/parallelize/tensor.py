@@ -132,7 +132,7 @@ def weight_shard_size(
     entry = TENSOR_PARALLEL_ROLES[role] if role else None
     if entry is None or entry.sharded_dim is None:
         return rows, columns
-    if entry.whole_heads and rows // head_width % ranks:
+    if entry.whole_heads and rows // max(1, head_width) % ranks:  # 0: refused elsewhere
         return rows, columns
     return (-(-rows // ranks), columns) if entry.sharded_dim == 0 else (rows, columns // ranks)
 

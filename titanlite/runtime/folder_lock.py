@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -92,7 +93,8 @@ def lock_run_folders(
     rank if another job has locked one of the folders. An exception in the block is recorded. A
     block that ends with another code than EXIT_DONE, but no exception, must call `release(code)`.
     """
-    folders = {"job.dump_folder": StorageFolder(folder.resolve()), **others}
+    own = StorageFolder(Path(os.path.realpath(folder)))  # resolve() raises on a circular link
+    folders = {"job.dump_folder": own, **others}
     leases: list[Lease | RemoteLease] = []
     run_on_rank_0(lambda: leases.extend(_acquire_all(folders)))
     lock = RunFolderLock(folder, leases, current_step)
@@ -113,7 +115,7 @@ def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLea
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():  # two keys may name the same folder
-        place = Path(folder.path).resolve() if folder.local else str(folder)
+        place = Path(os.path.realpath(folder.path)) if folder.local else str(folder)
         key_by_folder.setdefault(place, key)
     first, *others = key_by_folder.items()
     leases = [_acquire(*first)]

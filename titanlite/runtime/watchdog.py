@@ -1,6 +1,6 @@
 """Heartbeat watchdog: finds dead or hung ranks, names them, and ends all ranks.
 
-With several ranks, each sends its position once a second (over 1,000 ranks: less often) through the
+With several ranks, each sends its position about once a second (many ranks: less often) through the
 launcher's store. A rank reads the heartbeats of the next rank, and those of all ranks once it is
 stuck itself. The first rank that finds a problem reports it to all, and all end.
 
@@ -135,7 +135,7 @@ class HeartbeatWatchdog:
         """Step and phase of the main thread, for messages."""
         return str(self._progress.position)
 
-    def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
+    def set_timeout(self, seconds: float, key: str) -> None:
         """Change the timeout to that of the setting `key`, such as after the first step."""
         self._progress.set_timeout(seconds, key)
 

@@ -50,6 +50,7 @@ def _write_table(section: Any, name: str, lines: list[str], omit: Any) -> None:
 
 
 def _toml_value(value: Any, omit_defaults: bool = False) -> str:
+    value = value.text if isinstance(value, CommandLineText) else value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):

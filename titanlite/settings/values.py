@@ -216,16 +216,8 @@ def _convert_union(given: Any, members: tuple[Any, ...], declared: Any) -> Any:
     is_none = given is None or (isinstance(given, CommandLineText) and given.text.lower() == "none")
     if is_none and type(None) in members:
         return None
-    refusals = []
-    for member in members:
-        if member is not type(None):
-            try:
-                return convert(given, member, declared)
-            except ValueRefused as refusal:
-                refusals.append(refusal)
-    if len(refusals) == 1:
-        raise refusals[0]
-    raise ValueRefused(f"must be {describe_type(declared)}.")
+    (member,) = (m for m in members if m is not type(None))
+    return convert(given, member, declared)
 
 
 def _convert_literal(given: Any, allowed: tuple[Any, ...], declared: Any) -> Any:

@@ -67,7 +67,7 @@ class StepResult:
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
     own_losses: Tensor  # [2]: this rank's shares of `loss` and `z_loss`
-    lr: float  # of parameters outside optimizer.groups
+    lr: float  # before the factors of optimizer.groups and of muP
     samples: int  # of the step, over all ranks
     tokens: int  # of the step, over all ranks
     overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale can help
@@ -147,7 +147,7 @@ def compute_gradients(
         if settings.judge is None:
             overflowed = not grad_norm.isfinite()
         elif state.loss_scale.shrinkable:
-            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
+            overflowed = bool(loss.isfinite() & ~grad_norm.isfinite())
     return StepResult(
         loss=loss,
         z_loss=losses[1],

@@ -51,7 +51,7 @@ class RankAgreement:
         self._max_over_ranks.start(reason, is_saving, lost_folder, is_rejected, is_slow)
 
     def before_compute(self) -> None:
-        """Wait for the exchange if this step may be abandoned."""
+        """Wait for the exchange if this step may be abandoned: only one can be in flight."""
         self._agreed = self._max_over_ranks.wait() if self._can_abandon else None
 
     def begin_phase(self, phase: str) -> None:
