@@ -13,7 +13,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from conftest import HANG_SECONDS, ROOT
-from titanlite.errors import UserError, UserErrors, format_error
+from titanlite.errors import ConfigError, UserError, UserErrors, format_error
 from titanlite.job import read_job
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
@@ -871,3 +871,15 @@ def test_the_mixture_is_logged_with_changes_of_weights_and_bytes_per_token(run_t
     assert "480 tokens" in after_rollback, after_rollback  # of 10 samples
     assert re.search(r"code  100.00% of the samples: .* epochs, (0.9\d|1.00) bytes per token", text)
     assert "from token 96 on, gradually until token 192: code 100.00%" in text
+
+
+def test_the_data_must_suffice_from_where_the_run_is(run_toml, corpus):
+    """As after a change of the batch: 4 steps of 2 sequences were taken, now they are larger."""
+    source = f'[{{ name = "code", path = "{corpus}/train", max_epochs = 1.0 }}]'
+    job = read_valid(run_toml, "--data.sources", source, "--training.steps", "100000")
+    stream = open_stream(job)
+    left = stream.length // job.global_batch
+    log_mixture(stream, job.batches, left, Counters())
+    log_mixture(stream, job.batches, left + 10, Counters(step=10, position=0))
+    with pytest.raises(ConfigError, match="all sources of a phase have reached max_epochs"):
+        log_mixture(stream, job.batches, left + 10, Counters(step=9, position=0))

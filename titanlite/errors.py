@@ -11,7 +11,7 @@ EXIT_RANK_LOST = 1  # a rank died, exited or hung (the log names it), or the ran
 EXIT_BUG = 1  # any other error, printed with a traceback; the code that Python itself uses
 EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
 EXIT_DIVERGED = 3  # the guard gave up, a weight was inf or NaN, or replicas differ; not saved
-EXIT_STOPPED = 75  # stopped by a signal or time limit, checkpoint written: rerun to resume
+EXIT_STOPPED = 75  # stopped by a signal or time limit, and saved after step 1: rerun to resume
 EXIT_INTERRUPTED = 130  # Ctrl-C without a checkpoint; the code that shells use for SIGINT
 
 

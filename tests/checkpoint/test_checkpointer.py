@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import resource
@@ -413,6 +414,20 @@ def start_from_another_run(folder) -> bool:
     return own.due(state.step, ends_run=True)
 
 
+def resume_without_counts(folder) -> tuple[int, list[int], str]:
+    """The step at which a run goes on, its checkpoints, and the next start's."""
+    state = trained(Layout())
+    own = open_checkpointer(folder, exclude_from_loading=["train_state"])
+    save_and_wait(own, state)
+    load(own, state)
+    own.set_aside_later_steps(state.step)
+    return state.step, own.steps(), find_in(folder, {})
+
+
+def test_a_run_does_not_set_its_own_checkpoints_aside(tmp_path):
+    assert run_on_ranks(resume_without_counts, 1, str(tmp_path)) == [(1, [1], "step-1")]
+
+
 def test_a_run_that_starts_from_another_one_saves_the_step_of_the_same_number(tmp_path):
     assert run_on_ranks(start_from_another_run, 1, str(tmp_path)) == [True]
 
@@ -444,7 +459,12 @@ def load_parts(folder) -> list:
     error.
     """
     results = []
-    for config, steps in (({}, None), ({"exclude_from_loading": ["optimizer"]}, None), ({}, 2)):
+    resuming = math.inf
+    for config, steps in (
+        ({}, resuming),
+        ({"exclude_from_loading": ["optimizer"]}, resuming),
+        ({}, 1),  # training.steps, which may be less now
+    ):
         state, _, _ = start_run(Layout(), ADAMW)
         checkpointer = open_checkpointer(folder, **config)
         try:

@@ -216,9 +216,17 @@ for number in map(int, sys.argv[1:]):
 
 def test_only_signals_after_which_torchrun_kills_start_its_limit():
     numbers = [str(int(s)) for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)]
+    read_end, broken = os.pipe()  # as after `2>&1 | head`
+    os.close(read_end)
     done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, *numbers], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SIGNALLED, *numbers],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=broken,
+        text=True,
+        timeout=HANG_SECONDS,
     )
+    os.close(broken)
     assert done.stdout.splitlines() == ["True True", "False True", "False False"]
 
 

@@ -61,6 +61,10 @@ def test_a_lowered_learning_rate_is_lowered_again_by_each_try():
     assert tried(history, 800, LOWER).windows == windows((640, 968), factor=0.25)
 
 
+def test_a_trouble_before_the_window_is_in_the_next_one_with_the_first_trouble():
+    assert tried(tried(RollbackHistory(), 800), 400).windows == windows((240, 968))
+
+
 def test_a_trouble_far_behind_the_window_is_a_new_one_and_the_old_window_stays():
     history = tried(tried(RollbackHistory(), 800), 888)
     first = history.windows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -298,7 +299,7 @@ class Checkpointer:
         optimizers: Iterable[torch.optim.Optimizer],
         required: dict[str, Any],
         *,
-        finished_at: int | None = None,
+        finished_at: float = math.inf,
         completely: bool = False,
     ) -> dict[str, Any] | None:
         """Read a checkpoint into this layout's shards; returns its progress.
@@ -324,8 +325,12 @@ class Checkpointer:
         self.save_seconds = manifest.seconds
         if PUBLISHED_FILE in manifest.files:
             self.files[PUBLISHED_FILE] = folder.read(PUBLISHED_FILE)
-        finished = manifest.step == finished_at and not manifest.has("optimizer")
-        excluded = [] if completely else config.exclude_from_loading
+        finished = manifest.step >= finished_at and not manifest.has("optimizer")
+        excluded = [] if completely else list(config.exclude_from_loading)
+        if "train_state" in excluded and config.saves and not found.initial:
+            excluded.remove(
+                "train_state"
+            )  # else a run with checkpoints would start again and again
         skip_optimizer = model_only or finished or "optimizer" in excluded
         state = model_and_optimizer_state(model, None if skip_optimizer else optimizers)
         if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state

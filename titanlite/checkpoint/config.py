@@ -30,7 +30,8 @@ class CheckpointConfig:
     last_save_in_hf: bool = False
     # also write the last checkpoint as Hugging Face safetensors, in step-N-hf
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # dtype of the weights in the last save, if that is model-only or Hugging Face
+    # dtype of the weights in the last save, if that is model-only or Hugging Face; a run that is
+    # killed after it validates these weights
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # write from a copy in host memory while training continues; pinned: faster copies
     timeout_seconds: Positive = 1800
@@ -38,7 +39,8 @@ class CheckpointConfig:
     keep_latest_k: NotNegative = 10  # newest valid checkpoints to keep; 0: all
     keep_every: NotNegative = 0  # also keep checkpoints of multiples of this step; 0: none
     keep_aside_k: NotNegative = 4
-    # checkpoints to keep that were set aside: damaged, or later than load_step; 0: all
+    # checkpoints to keep that were set aside: damaged, or later than the step that a run went back
+    # to; 0: all
     verify: Literal["full", "sizes", "off"] = "full"
     # checks before loading: hashes of all files, file sizes, or only the manifest
     load_step: Annotated[int, Range(-1)] = -1
@@ -46,7 +48,7 @@ class CheckpointConfig:
     # from the newest. With load_only: applied at every start
     exclude_from_loading: list[str] = field(default_factory=list)
     # parts to start from scratch, at every start: optimizer (its state), dataloader (position 0),
-    # train_state (step and token counts)
+    # train_state (step and token counts, of initial_load_path only)
     allow_changes: list[str] = field(default_factory=list)
     # job properties that may differ from the checkpoint's, named as in the error that refuses them
     enable_first_step_checkpoint: bool = False  # also save after step 1, to test that saving works

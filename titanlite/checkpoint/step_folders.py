@@ -33,7 +33,7 @@ class CheckpointListing:
     """The step folders of a checkpoint folder."""
 
     steps: list[int]  # neither aside nor unfinished, but not validated yet; oldest first
-    aside: list[str]  # names of folders set aside: damaged, or later than load_step; oldest first
+    aside: list[str]  # names of folders set aside: see checkpoint.keep_aside_k; lowest step first
     unfinished: list[str]  # names of folders whose save or removal was interrupted
 
 

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -104,5 +104,6 @@ class ErrorReport:
             text = f"rank {self._rank} of {self._world_size}:\n{''.join(lines)}"
         else:  # an interrupt, or an error that the watchdog has printed
             return
-        print(text, end="", file=sys.stderr, flush=True)
         self._printed = error
+        with suppress(OSError):  # whoever read stderr may be gone
+            print(text, end="", file=sys.stderr, flush=True)

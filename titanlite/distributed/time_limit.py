@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -108,7 +108,8 @@ def _start_exit_timer(seconds: float, work: str, code: int) -> threading.Event:
     def run() -> None:
         if not cancelled.wait(seconds):
             text = f"{work} has taken {seconds:g} s, and is in {locate_thread(caller)[0]}"
-            print(f"titanlite: {text}.", file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever read stderr may be gone
+                print(f"titanlite: {text}.", file=sys.stderr, flush=True)
             os._exit(code)
 
     DeviceThread(run, "exit timer").start()

@@ -259,7 +259,7 @@ class Guard(StepGuard):
         run.finish_save(violation.step)
         resume = "starts from step 0: there is no checkpoint"
         try:
-            steps = run_on_rank_0(run.checkpointer.steps)
+            steps = run_on_rank_0(run.checkpointer.steps, run.checkpointer.group)
         except CheckpointError as error:  # must not hide why the run ends
             steps, resume = [], f"resumes from the newest checkpoint, which is unknown ({error})"
         saved = f"step-{steps[-1]}" if steps else None

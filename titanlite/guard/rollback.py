@@ -92,8 +92,8 @@ class RollbackHistory:
         first = earlier[0].trouble if earlier else trouble
         margin = (config.rollback_steps << len(earlier)) * trouble.samples
         window = PositionWindow(
-            max(0, first.position - margin),
-            trouble.position + trouble.samples + margin,
+            max(0, min(first.position, trouble.position) - margin),
+            max(first.position, trouble.position) + trouble.samples + margin,
             config.rollback_lr_factor ** (len(earlier) + 1),
         )
         return RollbackHistory((*self.tries, RollbackTry(len(earlier) + 1, trouble, window)))

@@ -31,7 +31,7 @@ def add_periodic_actions(
         set_collective_timeouts(seconds, excluded=run.checkpointer.group)
         run.watchdog.set_timeout(seconds, f"comm.{name}")
 
-    validated = False
+    validated, began = False, state.step
 
     def validate_all(step: int) -> dict[str, ValidationResult]:
         nonlocal validated
@@ -48,7 +48,7 @@ def add_periodic_actions(
                 run.device,
                 partial(run.watchdog.set_phase, step),
             )
-        if first:
+        if first and step > began:  # else the first step, which compiles, is still to come
             set_timeouts("train_timeout_seconds")
         return results
 

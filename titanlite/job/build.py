@@ -1,8 +1,7 @@
 """Build the components of a run from a job; each builder can be used alone.
 
-`open_run` calls them in order. The data come first, because a checkpoint is compared with them. The
-checkpoint to resume from is found, and the start recorded, which detects a crash loop, before the
-model is built.
+`open_run` opens the data before the checkpoint, which is compared with them. The checkpoint is
+found, and the start recorded, which detects a crash loop, before the model is built.
 """
 
 from __future__ import annotations
@@ -153,8 +152,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         watchdog.set_phase(state.step, "start")
 
     throughput = build_run_meter(job, rank)
-    if rank.rank == 0:
-        log_mixture(stream, job.batches, job.config.training.steps, state.counters)
+    steps = job.config.training.steps
+    run_on_rank_0(lambda: log_mixture(stream, job.batches, steps, state.counters))
     with ExitStack() as stack:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.

@@ -90,29 +90,22 @@ def open_job_validation(
     return opened
 
 
-def check_stream_length(stream: SampleStream, batches: BatchSchedule, steps: int) -> None:
-    """Raise ConfigError if `steps` steps need more samples than the sources may give."""
-    needed = batches.tokens_after(steps) // stream.seq_len
-    if stream.length is None or needed <= stream.length:
-        return
-    raise ConfigError(
-        f"training.steps = {steps}: the run needs {needed:,} samples, but all sources of a phase"
-        f" have reached max_epochs after {stream.length:,}.",
-        fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
-    )
-
-
 def log_mixture(
     stream: SampleStream, batches: BatchSchedule, steps: int, counters: Counters
 ) -> None:
     """Log the tokens and epochs of each source in the whole run, and warn of many epochs.
 
-    `counters`: where the run starts or resumes.
+    `counters`: where the run starts or resumes. Raises ConfigError if the data end earlier.
     """
     after = batches.tokens_after(max(0, steps - counters.step), counters.tokens)
     end = counters.position + (after - counters.tokens) // stream.seq_len
-    last = end if stream.length is None else min(end, stream.length)
-    shares = stream.shares([*counters.consumed, (counters.position, last)])
+    if stream.length is not None and end > stream.length:
+        raise ConfigError(
+            f"training.steps = {steps}: the run needs {end:,} samples, but all sources of a phase"
+            f" have reached max_epochs after {stream.length:,}.",
+            fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
+        )
+    shares = stream.shares([*counters.consumed, (counters.position, end)])
     lines = describe_mixture(shares, stream.bytes_per_token())
     changes = stream.describe_changes(end)
     if len(changes) > _SHOWN_CHANGES:
@@ -148,7 +141,6 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         verify_slice = (rank.rank, rank.world_size)
         stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
         assert stream is not None, "the config check rejects empty data.sources"
-        check_stream_length(stream, job.batches, job.config.training.steps)
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened = run_on_all_ranks(open_all)

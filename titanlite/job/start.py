@@ -12,7 +12,7 @@ from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.distributed.process_group import RankContext
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.job.config import JobConfig, changed_settings
-from titanlite.job.data import check_stream_length, log_mixture, open_job_stream, open_job_tokenizer
+from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
 from titanlite.job.job import Job
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter, measure_matmul_flops
@@ -39,7 +39,6 @@ def _log_mixture(job: Job) -> None:
     stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
     assert stream is not None, "checked: data.sources is not empty"
     steps = job.config.training.steps
-    check_stream_length(stream, job.batches, steps)
     log_mixture(stream, job.batches, steps, Counters())
 
 

@@ -139,7 +139,8 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
     def is_due(info: StepInfo) -> bool:
         return info.step % config.freq == 0 or saves.due(info.step, info.ends_run)
 
-    return Meter(PeriodicAction("replica check", is_due, compare, needs_accepted=True))
+    # named "save": before the save of an abandoned step, too
+    return Meter(PeriodicAction("save", is_due, compare, needs_accepted=True))
 
 
 def _hash_text(text: str) -> Tensor:

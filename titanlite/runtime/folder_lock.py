@@ -80,7 +80,7 @@ class RunFolderLock:
                 self._start_log.record_end(code, self._current_step(), reason)
         for lease in self.leases:
             lease.close()
-        self.leases, self._start_log = [], None
+        self._start_log = None  # the leases stay: a save that is still running must see them lost
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from titanlite.errors import EXIT_INTERRUPTED
@@ -90,11 +91,13 @@ class StopRequest:
             (number,) = os.read(read_end, 1)
             if first_ctrl_c is None:
                 if number in SIGNALS:
-                    if rank == 0 and (not self.received or number == signal.SIGINT):
-                        print(self._describe(number), file=sys.stderr, flush=True)
+                    is_shown = rank == 0 and (not self.received or number == signal.SIGINT)
                     self.received = number
-                if number in ENDING:
-                    self.limit_begins = min(self.limit_begins, time.monotonic())
+                    if number in ENDING:
+                        self.limit_begins = min(self.limit_begins, time.monotonic())
+                    if is_shown:
+                        with suppress(OSError):  # whoever read stderr may be gone
+                            print(self._describe(number), file=sys.stderr, flush=True)
                 if number == signal.SIGINT:
                     first_ctrl_c = time.monotonic()
             elif (
