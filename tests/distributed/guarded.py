@@ -115,7 +115,12 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
 
     sinks = SimpleNamespace(event=event, step=lambda record: None)
     no_saves = SimpleNamespace(
-        save_seconds=0.0, writing=False, steps=lambda: [3], wait=lambda: None, failures=0
+        save_seconds=0.0,
+        writing=False,
+        steps=lambda: [3],
+        wait=lambda: None,
+        failures=0,
+        group=None,
     )
     throughput = SimpleNamespace(
         waiting=nullcontext, paused=nullcontext, step_done=lambda tokens: None
@@ -127,7 +132,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         needs_accepted=True,
     )
     run = Run(
-        config=SimpleNamespace(steps=case.steps),  # type: ignore[arg-type]
+        training=SimpleNamespace(steps=case.steps),  # type: ignore[arg-type]
         device=CPU,
         state=state,
         engine=injector.around(engine),

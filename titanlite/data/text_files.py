@@ -36,7 +36,7 @@ INPUT_KINDS = (
 UNKNOWN_END = 1 << 62  # of a URL whose server does not give a size
 
 # the options of the scripts that read text, and the keys of a recipe
-_DOCUMENT_LIMIT = "--document-mib N, or read.document_mib in a recipe"
+_DOCUMENT_LIMIT = "--document-mib N, or read.document_mib in a recipe (train.py has no such option)"
 _BUFFER_BYTES = 1 << 20
 
 
@@ -305,6 +305,6 @@ def too_long_error(location: str, max_bytes: int) -> DataError:
     """The error for a document above the limit."""
     return DataError(
         f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
-        fix=f"Split it into several documents, or prepare it with {_DOCUMENT_LIMIT}. A worker of"
+        fix=f"Split it into several documents, or raise the limit: {_DOCUMENT_LIMIT}. A worker of"
         " scripts/prepare_data.py needs about 50 times the limit in memory.",
     )
