@@ -18,27 +18,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, partialmethod
-from types import SimpleNamespace
+from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
 import torch._inductor.compile_fx as compile_fx
-import torch._inductor.config as inductor_config
-import torch._inductor.runtime.triton_helpers as triton_helpers
-import torch._inductor.runtime.triton_heuristics as triton_heuristics
 import triton
 import triton.language as tl
 from torch import Tensor, fx, nn
-from torch._dynamo.device_interface import CudaInterface
 from torch._guards import detect_fake_mode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._triton import has_triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import driver as triton_driver
 
+from benchmarks.gpu_bytes.target import KERNELS, prepare_triton, pretend_gpu, triton_target
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, OutputLayer
 from titanlite.models.rope import rope_cos_sin
@@ -46,14 +39,7 @@ from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize.compile import CompileConfig, compile_blocks, compile_loss
 from titanlite.parallelize.float8 import Float8Config, convert_to_float8
 
-TARGETS = {  # capability -> (name, streaming multiprocessors, threads of each)
-    "8.0": ("A100", 108, 2048),
-    "8.9": ("L40S", 142, 1536),
-    "9.0": ("H100", 132, 2048),
-    "10.0": ("B200", 148, 2048),
-}
 CUDA = torch.device("cuda", 0)
-RAW_STREAM, WARP_SIZE = "_cuda_getCurrentRawStream", 32
 SIZES = Llama3Sizes(
     dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=512, qk_norm=True
 )
@@ -115,77 +101,6 @@ CASES: dict[str, Callable[[], None]] = {
 TRITON_CAST = "float8 cast of Triton"
 
 
-# --- the target -----------------------------------------------------------------------------------
-
-
-def triton_target(capability: str) -> GPUTarget:
-    """What Triton calls a compute capability: 80 for 8.0, 100 for 10.0."""
-    return GPUTarget("cuda", int(capability.replace(".", "")), WARP_SIZE)
-
-
-def device_properties(capability: str) -> SimpleNamespace:
-    """As torch.cuda.get_device_properties."""
-    name, processors, threads = TARGETS[capability]
-    major, minor = map(int, capability.split("."))
-    return SimpleNamespace(
-        name=name,
-        major=major,
-        minor=minor,
-        multi_processor_count=processors,
-        max_threads_per_multi_processor=threads,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=1 << 16,
-        shared_memory_per_block_optin=99 << 10,  # the smallest of them
-        warp_size=WARP_SIZE,
-        total_memory=40 << 30,
-    )
-
-
-@contextmanager
-def pretend_gpu(capability: str):
-    """Make torch report one GPU of this capability, and inductor compile kernels without loading
-    them."""
-    properties, kernel_class = device_properties(capability), triton_heuristics.CachingAutotuner
-    answers = {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "get_device_capability": (properties.major, properties.minor),
-        "get_device_name": properties.name,
-        "get_rng_state": torch.empty(0, dtype=torch.uint8),
-        "set_rng_state": None,
-        "device": nullcontext(),
-    }
-    fakes = {name: mock.Mock(return_value=value) for name, value in answers.items()}
-    of_dynamo = {"get_device_properties": fakes["get_device_properties"]}  # has its own reference
-    compile_kernel = partialmethod(_compile_kernel, kernel_class.precompile)
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(torch.cuda, **fakes))
-        stack.enter_context(mock.patch.multiple(CudaInterface, **of_dynamo))
-        # Generated code imports it, and a CPU build does not have it.
-        stack.enter_context(mock.patch.object(torch._C, RAW_STREAM, create=True))
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        stack.enter_context(mock.patch.object(kernel_class, "precompile", compile_kernel))
-        stack.enter_context(
-            inductor_config.patch(
-                compile_threads=1, force_disable_caches=True, use_static_cuda_launcher=False
-            )
-        )
-        yield
-
-
-KERNELS: list = []  # compiled so far
-
-
-def _compile_kernel(kernel, precompile: Callable, *_, **__) -> None:
-    """What a process of inductor's compiler pool does, which has no access to the device."""
-    if kernel.configs:  # otherwise it is compiled already
-        kernel.configs = kernel.configs[:1]  # they differ in block sizes, not in types
-        precompile(kernel, warm_cache_only=True)
-        KERNELS.append(kernel)
-
-
 # --- from the traced graph to the target ----------------------------------------------------------
 
 
@@ -243,9 +158,7 @@ def cast_in_triton(capability: str) -> None:
 
 def main(capability: str, *names: str) -> None:
     """Compile the cases of these names, by default all."""
-    triton_driver.set_active(SimpleNamespace(get_current_target=partial(triton_target, capability)))
-    with pretend_gpu(capability):
-        assert has_triton()  # cached: from now on also for Dynamo, which has no GPU here
+    prepare_triton(capability)
     cases, results = {**CASES, TRITON_CAST: partial(cast_in_triton, capability)}, {}
     for name in names or cases:
         torch._dynamo.reset()

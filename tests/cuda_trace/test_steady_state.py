@@ -1,7 +1,8 @@
 """In the steady state the host never waits for the GPU, and nothing is compiled again.
 
-Each job is trained for three steps on a fake GPU (fake_cuda.py); the second is the steady state.
-The counts are exact, and do not depend on the machine. tests/gpu asserts the same on a real GPU.
+Each job is trained for three steps on a fake GPU (benchmarks/gpu_bytes); the second is the steady
+state. The counts are exact, and do not depend on the machine. tests/gpu asserts the same on a real
+GPU.
 """
 
 from __future__ import annotations

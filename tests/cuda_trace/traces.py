@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from benchmarks.gpu_bytes.preload import compile_preload
 from titanlite.data import open_tokenizer
 from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
@@ -46,8 +45,9 @@ class TraceWorker:
     """A process with a fake GPU, which trains one job after the other."""
 
     def __init__(self, folder: Path):
-        library, self._log = folder / "no_device.so", folder / "log"
-        _compile(Path(__file__).with_name("no_device.cpp"), library)
+        library, self._log = compile_preload(folder), folder / "log"
+        if library is None:
+            pytest.skip("needs a machine without a GPU, and g++")
         self._job_file = write_job(folder)
         environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
@@ -63,7 +63,8 @@ class TraceWorker:
     def trace(self, settings: str, ranks: int = 1) -> dict[str, Any]:
         """What the second step of the job does with these settings; see `trace_run`."""
         arguments = [f"--{setting}" for setting in settings.split()]
-        request = {"job_file": str(self._job_file), "settings": arguments, "ranks": ranks}
+        arguments = ["--job.config_file", str(self._job_file), *arguments]
+        request = {"settings": arguments, "ranks": ranks}
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -77,15 +78,6 @@ class TraceWorker:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait(30)
-
-
-def _compile(source: Path, library: Path) -> None:
-    torch_folder = Path(torch.__file__).parent
-    if torch.cuda.is_available() or shutil.which("g++") is None:
-        pytest.skip("needs a machine without a GPU, and g++")
-    options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder}/include"]
-    linked = [f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
-    subprocess.run(["g++", *options, str(source), "-o", str(library), *linked], check=True)
 
 
 def write_job(folder: Path) -> Path:
