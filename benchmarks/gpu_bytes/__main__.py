@@ -33,8 +33,17 @@ def main(argv: list[str]) -> int:
     if PRELOADED not in os.environ:
         return start_preloaded(argv)
     from benchmarks.gpu_bytes.report import print_step
+    from titanlite.errors import UserError, format_error
 
-    return print_step(options.gpu, options.ranks, options.json, settings)
+    try:
+        return print_step(options.gpu, options.ranks, options.json, settings)
+    except UserError as error:
+        print(format_error(error), file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        print("titanlite: the job compiles, which needs Triton: see CONTRIBUTING.", file=sys.stderr)
+    return 2
 
 
 def start_preloaded(argv: list[str]) -> int:
