@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PRELOADED = "TITANLITE_GPU_BYTES"  # set in the process that has the library
+PRELOADED = "TITANLITE_GPU_BYTES"  # a folder; set in the process that has the library
 
 
 def main(argv: list[str]) -> int:
@@ -31,12 +32,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", help="a file for the counts")
     options, settings = parser.parse_known_args(argv)
     if PRELOADED not in os.environ:
-        return start_preloaded(argv)
+        with tempfile.TemporaryDirectory(prefix="gpu_bytes") as folder:
+            return run_preloaded(argv, Path(folder))
     from benchmarks.gpu_bytes.report import print_step
     from titanlite.errors import UserError, format_error
 
     try:
-        return print_step(options.gpu, options.ranks, options.json, settings)
+        folder = Path(os.environ[PRELOADED])
+        return print_step(options.gpu, options.ranks, options.json, settings, folder)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
     except ModuleNotFoundError as error:
@@ -46,11 +49,10 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def start_preloaded(argv: list[str]) -> int:
-    """Start this program again with the library that replaces the device; does not return."""
+def run_preloaded(argv: list[str], folder: Path) -> int:
+    """Run this program again with the library that replaces the device; returns its exit code."""
     from benchmarks.gpu_bytes.preload import compile_preload
 
-    folder = Path(tempfile.mkdtemp(prefix="gpu_bytes"))
     library = compile_preload(folder)
     if library is None:
         print("benchmarks.gpu_bytes needs g++, and a machine without a GPU.", file=sys.stderr)
@@ -65,7 +67,7 @@ def start_preloaded(argv: list[str]) -> int:
         PRELOADED: str(folder),
     }
     command = [sys.executable, "-m", "benchmarks.gpu_bytes", *argv]
-    os.execve(sys.executable, command, environment)
+    return subprocess.run(command, env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -96,33 +96,16 @@ def _saved_bytes(gm: fx.GraphModule, static: set[int]) -> int:
 
 
 def _count_bytes(lowering: GraphLowering, graph: CompiledGraph) -> None:
-    """Add the Triton kernels of a graph and the bytes that they move.
-
-    The minimum: each buffer that a graph, a matmul or another operator outside of Triton reads or
-    writes is moved once; what one Triton kernel leaves to another would stay in registers.
-    """
-    scheduler = lowering.scheduler
-    real = scheduler.mutation_real_name  # of buffers that are written in place
-    triton, outside = [], set(lowering.get_output_names()) | set(lowering.graph_inputs)
-    for node in scheduler.nodes:
-        if isinstance(node, ExternKernelSchedulerNode):
-            outside |= set(node.read_writes.buffer_names())
-        elif not isinstance(node, NopKernelSchedulerNode):
-            triton.append(node)
-    moved: dict[tuple[str, str], int] = {}
-    for node in triton:
+    """Add the Triton kernels of a graph and the bytes that they move."""
+    for node in lowering.scheduler.nodes:
+        if isinstance(node, (ExternKernelSchedulerNode, NopKernelSchedulerNode)):
+            continue
         in_memory = node.get_read_write_buffer_accesses(True, True)  # not within the kernel alone
-        for kind, reads in (("read", True), ("written", False)):
-            accesses = node.get_read_write_buffer_accesses(reads, not reads)
-            accesses = {name: int(size) for name, size in accesses.items() if name in in_memory}
-            setattr(graph.work, kind, getattr(graph.work, kind) + sum(accesses.values()))
-            for name, size in accesses.items():
-                buffer = real.get(name, name)
-                if buffer in outside:
-                    key = (kind, buffer)
-                    moved[key] = max(moved.get(key, 0), size)
-    graph.work.kernels += len(triton)
-    graph.work.minimum += sum(moved.values())
+        read = node.get_read_write_buffer_accesses(True, False)
+        written = node.get_read_write_buffer_accesses(False, True)
+        graph.work.kernels += 1
+        graph.work.read += sum(int(size) for name, size in read.items() if name in in_memory)
+        graph.work.written += sum(int(size) for name, size in written.items() if name in in_memory)
 
 
 def _list_runs(lowering: GraphLowering, code: str) -> list[tuple[str, list[int | None]]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from benchmarks.gpu_bytes.work import Matmul, Work
 from titanlite.job import Job, read_job
 from titanlite_planner.hardware import parse_gpus
 from titanlite_planner.time.efficiency import find_efficiency
-from titanlite_planner.time.kernels import KERNEL_S, KernelTimes
+from titanlite_planner.time.kernels import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
 from titanlite_planner.workload import MatmulPrecision
 
 CAPABILITIES = {"A100": "8.0", "H100": "9.0", "B200": "10.0"}
@@ -67,7 +65,9 @@ def predict(work: Work, kernels: KernelTimes) -> Times:
     attention = 0.0
     for call, count in work.attention.items():
         rate = kernels.attention_rate("flash2" if call.kernel == "flash" else "native", "bfloat16")
-        attention += count * call.flops / (rate * (0.88 if call.is_backward else 1.0))
+        # the planner's factor includes that a backward has 2.5 times the FLOPs
+        slower = BACKWARD_ATTENTION / 2.5 if call.is_backward else 1.0
+        attention += count * call.flops / rate * slower
     return Times(
         1e3 * (kernels.memory_bound(work.bytes) + KERNEL_S * work.kernels),
         1e3 * work.instructions / warps_per_second,
@@ -86,9 +86,13 @@ def _matmul_seconds(matmul: Matmul, kernels: KernelTimes) -> float:
     return kernels.matmul(matmul.m, matmul.k, matmul.n, precision)
 
 
-def print_step(gpu: str, ranks: int, json_file: str | None, settings: list[str]) -> int:
-    """Trace the steady step of a job for a GPU, print its table, and write its counts."""
-    folder = Path(os.environ.get("TITANLITE_GPU_BYTES") or tempfile.mkdtemp())
+def print_step(
+    gpu: str, ranks: int, json_file: str | None, settings: list[str], folder: Path
+) -> int:
+    """Trace the steady step of a job for a GPU, print its table, and write its counts.
+
+    `folder`: an empty one, for the data of the job.
+    """
     arguments = settings_of_trace(folder, settings)
     job = read_job(arguments, ranks, here=False)
     capability = CAPABILITIES[gpu] if job.config.compiles else ""
@@ -107,7 +111,7 @@ def print_step(gpu: str, ranks: int, json_file: str | None, settings: list[str])
 
 def counts(step: Step) -> dict[str, Any]:
     """The counts of a step, which do not depend on the speed of a GPU."""
-    numbers = ("kernels", "read", "written", "minimum", "instructions", "flops")
+    numbers = ("kernels", "read", "written", "instructions", "flops")
     parts = {
         name: {number: getattr(work, number) for number in numbers}
         for name, work in sorted(step.parts.items())
@@ -117,7 +121,7 @@ def counts(step: Step) -> dict[str, Any]:
 
 def table(step: Step, kernels: KernelTimes) -> list[str]:
     """A line for each part, and the sum."""
-    titles = ("part", "kernels", "GB", "minimum", "G instr.", "TFLOP")
+    titles = ("part", "kernels", "GB", "G instr.", "TFLOP")
     times = ("ms bytes", "instr.", "matmuls", "attention", "ms")
     lines = [f"{titles[0]:20s}" + "".join(f"{title:>10s}" for title in (*titles[1:], *times))]
     whole = Work()
@@ -136,7 +140,7 @@ def _columns(times: Times) -> tuple[float, float, float, float]:
 
 def _line(name: str, work: Work, times: Times, total: float | None = None) -> str:
     counts = (
-        f"{work.kernels:10,d}{work.bytes / 1e9:10.2f}{work.minimum / 1e9:10.2f}"
+        f"{work.kernels:10,d}{work.bytes / 1e9:10.2f}"
         f"{work.instructions / 1e9:10.2f}{work.flops / 1e12:10.2f}"
     )
     columns = (*_columns(times), times.total if total is None else total)

@@ -89,9 +89,7 @@ class _Recorder(TorchDispatchMode):
         elif isinstance(call, Attention):
             work.attention[call] += 1
         else:
-            moved = Work(1, sum(map(_bytes, read)), sum(map(_bytes, written)))
-            moved.minimum = moved.bytes
-            work.add(moved)
+            work.add(Work(1, sum(map(_bytes, read)), sum(map(_bytes, written))))
 
     def run_graph(self, graph: CompiledGraph, forward: Callable) -> Callable:
         """The function that executes a compiled graph, and counts it."""

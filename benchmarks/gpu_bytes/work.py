@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-MATMULS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm"}
+MATMULS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "grouped_matmul"}
 
 
 class Matmul(NamedTuple):
@@ -42,7 +42,6 @@ class Work:
     kernels: int = 0  # without matmuls and attention
     read: float = 0  # bytes of these kernels
     written: float = 0
-    minimum: float = 0  # bytes if every value were read and written once
     instructions: float = 0  # of warps
     matmuls: Counter[Matmul] = field(default_factory=Counter)
     attention: Counter[Attention] = field(default_factory=Counter)
@@ -60,7 +59,7 @@ class Work:
     def add(self, other: Work, scale: float = 1.0) -> None:
         """Add work that was executed on tensors that are `scale` times as large."""
         self.kernels += other.kernels
-        for name in ("read", "written", "minimum", "instructions"):
+        for name in ("read", "written", "instructions"):
             setattr(self, name, getattr(self, name) + scale * getattr(other, name))
         self.matmuls += other.matmuls
         self.attention += other.attention
@@ -80,7 +79,7 @@ def describe_call(op: Any, args: Any, kwargs: Any, output: Any) -> Matmul | Atte
     """A matmul or an attention; None for any other operator. Tensors may be fake."""
     name = op.name().partition("::")[2].partition(".")[0]
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | dict(kwargs)
-    if name in MATMULS or name == "grouped_matmul":
+    if name in MATMULS:
         tensors = [value for value in given.values() if isinstance(value, Tensor)]
         a, b = tensors[1:3] if name == "addmm" else tensors[:2]
         m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[-1]

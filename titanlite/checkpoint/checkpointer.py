@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -326,11 +326,9 @@ class Checkpointer:
         if PUBLISHED_FILE in manifest.files:
             self.files[PUBLISHED_FILE] = folder.read(PUBLISHED_FILE)
         finished = manifest.step >= finished_at and not manifest.has("optimizer")
-        excluded = [] if completely else list(config.exclude_from_loading)
-        if "train_state" in excluded and config.saves and not found.initial:
-            excluded.remove(
-                "train_state"
-            )  # else a run with checkpoints would start again and again
+        excluded = set() if completely else set(config.exclude_from_loading)
+        if config.saves and not found.initial:  # else each start would begin again at step 0
+            excluded.discard("train_state")
         skip_optimizer = model_only or finished or "optimizer" in excluded
         state = model_and_optimizer_state(model, None if skip_optimizer else optimizers)
         if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state
@@ -393,7 +391,7 @@ class Checkpointer:
         read_tensors(folder, state, self.group, reader=HuggingFaceReader(source))
 
 
-def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> dict[str, Any]:
+def _without_excluded(progress: dict[str, Any], excluded_parts: Collection[str]) -> dict[str, Any]:
     """The progress to resume from, with excluded parts at their start."""
     progress = dict(progress)
     if "dataloader" in excluded_parts:

@@ -30,8 +30,8 @@ class CheckpointConfig:
     last_save_in_hf: bool = False
     # also write the last checkpoint as Hugging Face safetensors, in step-N-hf
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # dtype of the weights in the last save, if that is model-only or Hugging Face; a run that is
-    # killed after it validates these weights
+    # dtype of the weights in the last save, if that is model-only or Hugging Face; a validation
+    # that the next start catches up has these weights
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # write from a copy in host memory while training continues; pinned: faster copies
     timeout_seconds: Positive = 1800
