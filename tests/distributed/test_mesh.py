@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.mesh import DIMENSIONS, Degrees, build_mesh, coordinates_of
+from titanlite.distributed.mesh import (
+    DIMENSIONS,
+    Degrees,
+    build_mesh,
+    connect_mesh,
+    coordinates_of,
+)
 
 DEGREES = Degrees(replicate=2, context=2, pipeline=2)
 
@@ -33,6 +41,19 @@ def test_computed_coordinates_match_the_device_mesh():
             fixed = [d.name for d in DIMENSIONS if d.name not in dimensions]
             neighbours = [r for r, c in enumerate(computed) if all(c[d] == own[d] for d in fixed)]
             assert ranks_of[submesh] == neighbours, submesh
+
+
+def connected_groups() -> tuple[list[str], int]:
+    """(the phases of connecting, the number of groups that the sub-meshes use)."""
+    mesh, phases = build_mesh(Degrees(shard=2, tensor=2), "cpu"), []
+    connect_mesh(mesh, torch.device("cpu"), phases.append)
+    submeshes = (mesh.batch, mesh.loss, mesh.fsdp, mesh.tp)
+    return phases, len({submesh.get_group().group_name for submesh in submeshes})
+
+
+def test_equal_ranks_share_one_communicator():
+    phases = ["connect FSDP ranks", "connect TP ranks"]
+    assert run_on_ranks(connected_groups, 4) == [(phases, 2)] * 4
 
 
 def test_degrees_are_shown_in_mesh_order():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.rendezvous import explaining_failed_connections
 from titanlite.errors import ConfigError
 from titanlite.settings import NotNegative, Positive, Range, Supported
 
@@ -227,15 +232,23 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     names = tuple(dimension.name for dimension in DIMENSIONS)
     shape = tuple(getattr(degrees, name) for name in names)
     world = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    merged: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def merge(name: str, *dimensions: str) -> DeviceMesh:
+        """One dimension of several; the same one, with one NCCL communicator, for equal ranks."""
+        several = tuple(d for d in dimensions if getattr(degrees, d) > 1)
+        if several not in merged:  # `_flatten` is the only way (torch 2.11 to 2.15)
+            merged[several] = world[dimensions]._flatten(name)
+        return merged[several]
+
     # Context-parallel ranks see different tokens of one sequence, so FSDP shards over them too.
-    # `_flatten` is the only way to merge dimensions into one (torch 2.11 to 2.15).
-    sharded = world["shard", "context"]._flatten("sharded")
+    sharded = merge("sharded", "shard", "context")
     fsdp = _add_replicas(world, sharded) if degrees.replicate > 1 else sharded
     return Mesh(
         degrees,
-        batch=world["replicate", "shard"]._flatten("batch"),
+        batch=merge("batch", "replicate", "shard"),
         # With pipeline stages: all but the last stage contribute a loss of 0.
-        loss=world["pipeline", "replicate", "shard", "context"]._flatten("loss"),
+        loss=merge("loss", "pipeline", "replicate", "shard", "context"),
         fsdp=fsdp,
         cp=world["context"],
         tp=world["tensor"],
@@ -246,6 +259,32 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
             else ExpertMesh(world["tensor"], fsdp, exchange=None)
         ),
     )
+
+
+def connect_mesh(mesh: Mesh, device: torch.device, set_phase: Callable[[str], None]) -> None:
+    """Let the ranks of each sub-mesh exchange a first message, in a phase that names them.
+
+    NCCL connects ranks at their first collective. Without this, a wrong interface or a broken link
+    would be a hang somewhere in the first step. Raises RendezvousError.
+    """
+    submeshes = {
+        "PP": mesh.pp,
+        "FSDP": mesh.fsdp,
+        "CP": mesh.cp,
+        "TP": mesh.tp,
+        "EP": mesh.experts.exchange,
+        "FSDP (experts)": mesh.experts.fsdp,
+        "data-parallel": mesh.batch,
+        "loss": mesh.loss,
+    }
+    connected: list[DeviceMesh] = []
+    for label, submesh in submeshes.items():
+        if submesh is None or submesh.size() == 1 or submesh in connected:
+            continue
+        set_phase(f"connect {label} ranks")
+        with explaining_failed_connections(dist.get_rank(), submesh.size(), f"other {label} ranks"):
+            all_reduce_sum(submesh, torch.zeros(1, device=device)).item()
+        connected.append(submesh)
 
 
 # The dimensions of the experts' mesh inside a pipeline stage and replica, from the outermost: the

@@ -135,7 +135,9 @@ def connect_gloo_on_demand() -> None:
 
 
 @contextmanager
-def explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]:
+def explaining_failed_connections(
+    rank: int, world_size: int, others: str = "other ranks"
+) -> Iterator[None]:
     """Raise RendezvousError if this rank cannot connect to the others.
 
     gloo connects two ranks when they first exchange data, so the group may exist before that.
@@ -148,7 +150,7 @@ def explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         raise RendezvousError(
             f"Rank {rank} of {world_size} reached the store at {store_address()}, but could not"
-            f" connect to the other ranks: {reason}",
+            f" connect to the {others}: {reason}",
             fix="Check whether another rank failed before, that the machines can reach each other"
             " on all ports, and that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the"
             " right interfaces.",

@@ -19,7 +19,7 @@ from titanlite.checkpoint import Checkpointer
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import AsyncMax, run_on_all_ranks, run_on_rank_0
 from titanlite.distributed.error_report import ErrorReport
-from titanlite.distributed.mesh import Mesh, build_mesh
+from titanlite.distributed.mesh import Mesh, build_mesh, connect_mesh
 from titanlite.distributed.process_group import RankContext, choose_device, join_process_group
 from titanlite.distributed.rendezvous import announce_ranks
 from titanlite.errors import EXIT_INTERRUPTED, ConfigError
@@ -134,6 +134,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "build")
     record_start(job, checkpointer, lock, found)
     mesh = build_mesh(job.degrees, rank.device.type)
+    connect_mesh(mesh, rank.device, partial(watchdog.set_phase, 0))
+    watchdog.set_phase(0, "build")
     layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
     # Creates a process group. The optimizer follows, because it creates groups on some pipeline
     # stages only: torch 2.15 names a group of all ranks by the number of groups created before.
