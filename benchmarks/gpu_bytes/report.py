@@ -18,6 +18,7 @@ from titanlite_planner.workload import MatmulPrecision
 
 CAPABILITIES = {"A100": "8.0", "H100": "9.0", "B200": "10.0"}
 CLOCK_HZ = {"A100": 1.41e9, "H100": 1.7e9, "B200": 1.8e9}  # under load; assumed, not measured
+COPY = 0.83  # of the bandwidth of memory; measured on one H100 (gpu_check.md), taken for the others
 ISSUE = 0.65  # of the cycles in which a scheduler could issue an instruction; assumed
 SCHEDULERS = 4  # of a multiprocessor
 LARGE = 1024  # a matmul with all sides of this size or more fills the multiprocessors
@@ -69,7 +70,7 @@ def predict(work: Work, kernels: KernelTimes) -> Times:
         slower = BACKWARD_ATTENTION / 2.5 if call.is_backward else 1.0
         attention += count * call.flops / rate * slower
     return Times(
-        1e3 * (kernels.memory_bound(work.bytes) + KERNEL_S * work.kernels),
+        1e3 * (work.bytes / (COPY * gpu.memory_gb_per_s * 1e9) + KERNEL_S * work.kernels),
         1e3 * work.instructions / warps_per_second,
         1e3 * matmuls,
         1e3 * attention,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_bytes.fake_cuda import Trace, fake_cuda
@@ -68,6 +68,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # DTensor and the like: then come the operators on what is inside
         output = operator(*args, **kwargs)
         number, phase = self.position()
         if not self.in_graph and number == STEADY_STEP:
@@ -149,7 +151,9 @@ def _memory(operator: Any, name: str, args: Any, kwargs: Any, output: Any) -> tu
     for argument in arguments:
         tensors = on_device(given.get(argument.name))
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors
+            # a fused Adam writes gradients only to divide them by a scale
+            if argument.name != "grads" or given.get("grad_scale") is not None:
+                written += tensors
             if name in OVERWRITING or argument.kwarg_only:
                 continue
         read += tensors
