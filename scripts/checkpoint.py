@@ -29,8 +29,6 @@ import checkout  # noqa: F401
 from titanlite.checkpoint import (
     CheckpointManifest,
     check_hashes,
-    find_newest_checkpoint,
-    from_hugging_face,
     list_steps,
     read_checkpoint_manifest,
     step_sort_key,
@@ -39,6 +37,7 @@ from titanlite.checkpoint import (
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
 from titanlite.log import configure_log, log_waiting, pluralize
 from titanlite.storage import StorageFolder, is_url
+from titanlite_lab.checkpoints import find_newest_checkpoint, from_hugging_face
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
-from titanlite.checkpoint import find_newest_checkpoint
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import (
     EXIT_DONE,
@@ -26,6 +25,7 @@ from titanlite.log import configure_log, log_waiting
 from titanlite.storage import StorageFolder
 from titanlite_corpus.chat.encode import ChatEncoder
 from titanlite_corpus.chat.template import open_chat_template
+from titanlite_lab.checkpoints import find_newest_checkpoint
 from titanlite_lab.generate import Sampling, TextGenerator, generate, load_generator
 
 

@@ -11,7 +11,6 @@ import torch
 from tests.checkpoint.test_huggingface import load_into_layout
 from tests.distributed.oracle import ADAMW, Layout
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.saved_model import (
@@ -22,6 +21,7 @@ from titanlite.checkpoint.saved_model import (
 from titanlite.errors import CheckpointError
 from titanlite.models import FAMILIES
 from titanlite.storage import StorageFolder
+from titanlite_lab.checkpoints import from_hugging_face
 from titanlite_lab.generate import Sampling, generate
 
 ROTARY = {

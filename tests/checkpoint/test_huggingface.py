@@ -16,7 +16,7 @@ from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
 from tests.distributed.oracle import ADAMW, SIZES, Layout, full_value, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
-from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
+from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.checkpoint.huggingface import (
     HuggingFaceFolder,
     HuggingFaceReader,
@@ -33,6 +33,7 @@ from titanlite.models import FAMILIES
 from titanlite.settings import load_config
 from titanlite.storage import StorageFolder
 from titanlite_corpus.bpe import train_bpe
+from titanlite_lab.checkpoints import from_hugging_face
 
 FAMILY = FAMILIES["llama3"]
 UNTIED = replace(SIZES, rope_theta=500_000.0, rope_scaling_factor=8.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import xxhash
 
-from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import TextRules, list_file_ranges, read_documents
@@ -26,6 +25,7 @@ from titanlite_corpus.chat.template import open_chat_template
 from titanlite_corpus.commands import inspect as inspect_data
 from titanlite_corpus.recipe import load_recipe
 from titanlite_corpus.web_pages import read_web_pages
+from titanlite_lab.checkpoints import from_hugging_face
 from titanlite_lab.commands import report as report_run
 from titanlite_lab.commands import scaling_laws
 from titanlite_lab.compare import compare_runs, format_comparison, verdict

@@ -8,14 +8,13 @@ from titanlite.checkpoint.config import (
     check_checkpoint_config,
     checkpoint_folder,
 )
-from titanlite.checkpoint.convert import from_hugging_face, read_saved_facts, to_hugging_face
+from titanlite.checkpoint.convert import read_saved_facts, to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
 from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.checkpoint.saved_model import (
     SavedModel,
     describe_saved_model,
-    find_newest_checkpoint,
     read_saved_model,
 )
 from titanlite.checkpoint.step_folders import list_steps, step_sort_key
@@ -32,8 +31,6 @@ __all__ = [
     "check_hashes",
     "checkpoint_folder",
     "describe_saved_model",
-    "find_newest_checkpoint",
-    "from_hugging_face",
     "list_steps",
     "model_and_optimizer_state",
     "read_checkpoint_manifest",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import format_exception
@@ -52,14 +51,6 @@ def completed_future(value: Any) -> Future:
     future: Future = Future()
     future.set_result(value)
     return future
-
-
-@contextmanager
-def ignore_no_dist_warning() -> Iterator[None]:
-    """Suppress DCP's warning about a missing process group, which one process does not need."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -32,7 +33,6 @@ from titanlite.checkpoint.dcp import (
     as_checkpoint_error,
     call_on_all_ranks,
     completed_future,
-    ignore_no_dist_warning,
 )
 from titanlite.checkpoint.manifest import (
     DTYPE_OF_NAME,
@@ -69,7 +69,8 @@ def read_tensors(
 
     def read() -> None:
         # Without DCP's collectives, which would only return to each rank its own plan.
-        with ignore_no_dist_warning():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(
                 state,
                 storage_reader=reader or _CheckpointReader(folder, names, lists_files),

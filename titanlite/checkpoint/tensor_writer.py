@@ -22,11 +22,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -36,7 +32,6 @@ from titanlite.checkpoint.dcp import (
     as_checkpoint_error,
     call_on_all_ranks,
     completed_future,
-    ignore_no_dist_warning,
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord
 from titanlite.checkpoint.model_state import State
@@ -54,40 +49,24 @@ def write_tensors(
     saves: CollectiveSave,
     commit: Commit,
     check_lease: Callable[[], object] = lambda: None,
+    load: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Write the shards of all ranks of a group, then call `commit` on its first rank. Collective.
 
     `saves` has the group, and its plans from the last save. `check_lease` is called on the first
-    rank before the folder is touched; it raises if another job owns the folder. Raises
-    CheckpointError on every rank if writing fails on any; `folder` is then not a checkpoint.
+    rank before the folder is touched; it raises if another job owns the folder. With `load`, only
+    shape and dtype of the tensors are used: it returns the tensor of a name such as
+    "model.norm.weight", just before it is written. Raises CheckpointError on every rank if writing
+    fails on any; `folder` is then not a checkpoint.
     """
 
     def prepare(metadata: Metadata) -> None:
         check_lease()
         tensors = tensors_of(metadata).values()
-        _prepare_folder(folder, sum(map(_tensor_bytes, tensors)))
+        needed = sum(math.prod(t.size) * t.properties.dtype.itemsize for t in tensors)
+        _prepare_folder(folder, needed)
 
-    saves.run(folder, state, _HashingPlanner(), _HashingWriter(folder, commit), prepare)
-
-
-def write_tensors_one_by_one(
-    folder: StorageFolder,
-    tensors: Mapping[str, Tensor],
-    load: Callable[[str], Tensor],
-    commit: Commit,
-) -> None:
-    """Write tensors from one process, each loaded just before it is written.
-
-    Only shape and dtype of `tensors` are used; `load` returns the tensor of a name.
-    """
-    with as_checkpoint_error(folder, "written"), ignore_no_dist_warning():
-        _prepare_folder(folder, sum(map(_tensor_bytes, tensors.values())))
-        dcp.save(
-            dict(tensors),
-            storage_writer=_HashingWriter(folder, commit),
-            planner=_LoadingPlanner(load),
-            no_dist=True,
-        )
+    saves.run(folder, state, _HashingPlanner(load), _HashingWriter(folder, commit), prepare)
 
 
 def write_small_files(
@@ -111,11 +90,15 @@ class _RankHashes(WriteResult):
 
 
 class _HashingPlanner(DefaultSavePlanner):
-    """Hashes each chunk of a tensor when DCP asks for its data."""
+    """Hashes each chunk of a tensor when DCP asks for its data, and loads it first by `load`."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[str], Tensor] | None):
         super().__init__()
         self.hashes: dict[str, int] = {}
+        self._load = load
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return super().lookup_object(index) if self._load is None else self._load(index.fqn)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = super().resolve_data(write_item)
@@ -125,17 +108,6 @@ class _HashingPlanner(DefaultSavePlanner):
         name = write_item.index.fqn
         self.hashes[name] = self.hashes.get(name, 0) + xxhash.xxh3_64_intdigest(raw)
         return data
-
-
-class _LoadingPlanner(_HashingPlanner):
-    """Loads each tensor when DCP asks for its data."""
-
-    def __init__(self, load: Callable[[str], Tensor]):
-        super().__init__()
-        self.load = load
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.load(index.fqn)
 
 
 class _HashingWriter(dcp.FileSystemWriter):
@@ -201,11 +173,6 @@ def _prepare_folder(folder: StorageFolder, needed_bytes: int) -> None:
     with folder.open_for_writing(UNFINISHED):  # no rename needed: it is empty, so never torn
         pass
     folder.fsync_folder()
-
-
-def _tensor_bytes(tensor: Tensor | TensorStorageMetadata) -> int:
-    dtype = tensor.dtype if isinstance(tensor, Tensor) else tensor.properties.dtype
-    return math.prod(tensor.shape if isinstance(tensor, Tensor) else tensor.size) * dtype.itemsize
 
 
 class _HashingFileSystem(FileSystem):
@@ -303,10 +270,8 @@ class CollectiveSave:
             "written",
             self.group,
         )
-        gathered = tree.gather(pickle.dumps(results))
-        self._on_rank_0(
-            folder, lambda: writer.finish(_copy(metadata), [pickle.loads(r) for r in gathered])
-        )
+        gathered = _gather_objects(tree, results)
+        self._on_rank_0(folder, lambda: writer.finish(_copy(metadata), gathered))
 
     def _exchange_plans(
         self,
@@ -318,15 +283,18 @@ class CollectiveSave:
     ) -> None:
         """Let rank 0 decide which rank writes each chunk that several ranks have."""
         self._local = self._final = self._metadata = None  # if this fails, the next save repeats it
-        gathered = [pickle.loads(plan) for plan in tree.gather(pickle.dumps(local))]
-        finals: list[bytes] = []
+        gathered, finals = _gather_objects(tree, local), list[SavePlan]()
 
         def merge() -> None:
             plans, self._metadata = planner.create_global_plan(gathered)
-            finals.extend(map(pickle.dumps, writer.prepare_global_plan(plans)))
+            finals.extend(writer.prepare_global_plan(plans))
 
         self._on_rank_0(folder, merge)
-        self._local, self._final = local, pickle.loads(tree.scatter(finals))
+        if tree.size == 1:
+            self._local, (self._final,) = local, finals
+        else:
+            final = tree.scatter([pickle.dumps(plan) for plan in finals])
+            self._local, self._final = local, pickle.loads(final)
         self.exchanges += 1
 
     def _on_rank_0(self, folder: StorageFolder, function: Callable[[], None]) -> None:
@@ -335,6 +303,13 @@ class CollectiveSave:
                 function()
 
         run_on_rank_0(call, self.group)
+
+
+def _gather_objects(tree: RankTree, own: Any) -> list[Any]:
+    """The objects of all ranks, on rank 0; an empty list on the others."""
+    if tree.size == 1:  # nothing is sent, so nothing is pickled
+        return [own]
+    return [pickle.loads(content) for content in tree.gather(pickle.dumps(own))]
 
 
 def _copy(metadata: Metadata | None) -> Metadata:

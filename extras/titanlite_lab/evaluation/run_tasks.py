@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint import find_newest_checkpoint, read_saved_model
+from titanlite.checkpoint import read_saved_model
 from titanlite.checkpoint.manifest import MANIFEST_FILE
 from titanlite.errors import CheckpointError, ConfigError, DataError, UserError
 from titanlite.storage import StorageFolder, is_url
+from titanlite_lab.checkpoints import find_newest_checkpoint
 from titanlite_lab.evaluation.results import EvaluationResult, scores_of_tasks, weights_hash
 from titanlite_lab.generate import load_model
 

@@ -17,12 +17,7 @@ import torch
 
 from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun
-from titanlite.checkpoint import (
-    find_newest_checkpoint,
-    from_hugging_face,
-    read_checkpoint_manifest,
-    to_hugging_face,
-)
+from titanlite.checkpoint import read_checkpoint_manifest, to_hugging_face
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.data import open_tokenizer
 from titanlite.errors import CheckpointError, ConfigError
@@ -31,6 +26,7 @@ from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.storage import StorageFolder
 from titanlite_corpus.bpe import train_bpe
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite_lab.checkpoints import find_newest_checkpoint, from_hugging_face
 from titanlite_lab.generate import Sampling, TextGenerator, generate, load_generator, sample_token
 
 pytestmark = pytest.mark.slow

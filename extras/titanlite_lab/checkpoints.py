@@ -1,0 +1,124 @@
+"""The newest checkpoint of a run, and a checkpoint made from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint import CheckpointManifest, list_steps, read_checkpoint_manifest
+from titanlite.checkpoint.huggingface import (
+    TOKENIZER_FILE,
+    HuggingFaceFolder,
+    open_hugging_face,
+    read_published_facts,
+)
+from titanlite.checkpoint.manifest import (
+    MANIFEST_FILE,
+    software_versions,
+    write_checkpoint_manifest,
+)
+from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
+from titanlite.data import Tokenizer, open_tokenizer
+from titanlite.errors import CheckpointError, DataError
+from titanlite.log import logger
+from titanlite.models import ModelConfig
+from titanlite.storage import StorageFolder
+
+
+def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
+    """`folder` itself if it is a checkpoint; else the newest valid checkpoint of that run.
+
+    A run is given as its job.dump_folder, if checkpoint.folder is the default, or as the folder
+    with its checkpoints.
+
+    Damaged checkpoints are skipped with a warning, unfinished ones without a warning. Raises
+    CheckpointError if none is valid.
+    """
+    if folder.name.startswith("step-") or MANIFEST_FILE in folder.sizes():
+        return folder
+    for parent in (folder, folder / "checkpoint"):
+        for step in reversed(list_steps(parent).steps):
+            try:
+                read_checkpoint_manifest(parent / f"step-{step}")
+            except CheckpointError as error:
+                logger.warning("skipped: %s", error)
+            else:
+                return parent / f"step-{step}"
+    raise CheckpointError(
+        f"{folder}: is not a checkpoint, and contains no valid one.",
+        fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
+        " folder of one step, such as"
+        " outputs/checkpoint/step-100. Convert a Hugging Face folder first, by"
+        " scripts/checkpoint.py from-hf.",
+    )
+
+
+def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointManifest:
+    """Write the weights of a Hugging Face folder as a model-only checkpoint in fp32.
+
+    It is for `checkpoint.initial_load_path` and for generating text; a tokenizer.json is copied.
+    Raises CheckpointError.
+    """
+    if out.sizes() or out.folders():
+        raise CheckpointError(
+            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
+        )
+    source, started = open_hugging_face(folder), time.monotonic()
+    tokenizer = _open_tokenizer_if_valid(folder) if source.has_tokenizer else None
+    properties: dict[str, Any] = {"model": dataclasses.asdict(source.sizes)}
+    if tokenizer:
+        properties |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
+    manifests, facts = [], read_published_facts(folder)
+
+    def commit(files, tensors) -> None:
+        manifest = CheckpointManifest(
+            step=0,
+            progress={},
+            facts=properties,
+            job=_job_of(source, tokenizer),
+            layout="one process",
+            files=files
+            | write_small_files(out, {**(tokenizer.files if tokenizer else {}), **facts}),
+            tensors=tensors,
+            versions=software_versions(),
+            seconds=time.monotonic() - started,
+        )
+        manifests.append(manifest)
+        write_checkpoint_manifest(out, manifest)
+
+    shapes = {
+        name: torch.empty(location.shape, dtype=torch.float32, device="meta")
+        for name, location in source.tensors.items()
+    }
+    write_tensors(
+        out,
+        {"model": shapes},
+        CollectiveSave(),
+        commit,
+        load=lambda name: source.read(name.removeprefix("model.")).float(),
+    )
+    return manifests[0]
+
+
+def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The settings of the model, all of whose sizes are set, and the tokenizer's name."""
+    flavor = next(iter(source.spec.flavors))
+    settings = {"name": source.spec.name, "flavor": flavor, **dataclasses.asdict(source.sizes)}
+    if not settings.get("head_dim"):  # dim / n_heads: as in the first flavor of each family
+        settings.pop("head_dim", None)
+    return {
+        "model": dataclasses.asdict(ModelConfig.schema_for(source.spec.name)(**settings)),
+        "data": {"tokenizer": tokenizer and tokenizer.name},
+    }
+
+
+def _open_tokenizer_if_valid(folder: StorageFolder) -> Tokenizer | None:
+    """The tokenizer.json of a local folder; None, with a warning, if it cannot be used."""
+    try:
+        return open_tokenizer(folder.path_of(TOKENIZER_FILE))
+    except DataError as error:
+        logger.warning("%s: its tokenizer is not copied: %s", folder, error)
+        return None
