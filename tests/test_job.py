@@ -197,7 +197,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             1,
             "muP has no rule for the learning rate of optimizer.name = Adafactor",
         ),
-        (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
+        (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, '"dataloader" | "train_state"'),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
         (
             ["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"],
@@ -293,7 +293,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             8,
             "each shard over 4 tensor-parallel ranks. Set training.seq_len to a multiple of 8",
         ),
-        (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, "is not available"),
+        (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, '"headtail" | "none"'),
         (
             [*PIPELINE, "--parallelism.pipeline_parallel_microbatch_size", "3"],
             2,
@@ -427,7 +427,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
-        (["--model.converters", "mx"], 1, '"quantize.linear.float8" (formerly "float8")'),
+        (["--model.converters", "mx"], 1, '(mx): must be "quantize.linear.float8".'),
         (["--optimizer.offload", "true"], 1, "so the optimizer state is in host memory already"),
         (["--optimizer.name", "AdamX"], 1, 'Did you mean "Adam"?'),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),

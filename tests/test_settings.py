@@ -18,7 +18,6 @@ from titanlite.settings import (
     KeyedSection,
     Positive,
     Range,
-    Supported,
     all_keys,
     build_dataclass,
     load_config,
@@ -49,7 +48,6 @@ class TrainSection:
     kind: Literal["a", "b"] | None = None
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    degree: Annotated[int, Supported((1,), "Splitting")] = 1
     on: bool = False
     text: str = ""
 
@@ -105,7 +103,6 @@ def problems_of(**train) -> list[str]:
         ("sources", [{"name": "a", "weigth": 1}], "Did you mean weight"),
         ("sources", [{"weight": 1}], "name: is missing"),
         ("sources", [{"name": "a", "weight": -1}], "at least 0"),
-        ("degree", 2, "Splitting is not available in this version. Use 1"),
         ("on", 1, "must be true or false"),
         ("text", 3, "must be a string"),
         ("text", 10**30, "must be a string"),
@@ -316,7 +313,6 @@ def test_merging_replaces_lists_and_merges_tables():
 def test_help_lists_every_key_with_its_comment():
     text = "\n".join(help_text(Schema))
     assert all(f"--{key} " in text for key in all_keys(Schema))
-    assert "an integer; only 1 is supported" in text
     assert "number of updates" in text and '"fast" | "exact"' in text
     with pytest.raises(ConfigError, match=r"--help tran: there is no section \[tran\]"):
         list(help_text(Schema, ["tran"]))

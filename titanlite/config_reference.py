@@ -11,10 +11,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, format_error
-from titanlite.settings import KeyedSection, Supported, describe_type, format_value, type_hints
+from titanlite.settings import KeyedSection, describe_type, format_value, type_hints
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,7 @@ def list_sections(schema: type, name: str = "") -> list[SectionReference]:
             subsections += list_sections(typing.cast(type, hint), key)
         else:
             meaning = comments.get(field.name, "")
-            keys.append(
-                KeyReference(key, _describe_key_type(hint), _describe_default(field), meaning)
-            )
+            keys.append(KeyReference(key, describe_type(hint), _describe_default(field), meaning))
     for key, meaning in getattr(schema, "REPLACED", {}).items():
         keys.insert(0, KeyReference(f"{name}.{key}", "a string or none", "none", meaning))
     summary = (inspect.getdoc(schema) or "").partition("\n")[0].removeprefix(f"[{name}] ")
@@ -71,15 +68,9 @@ def _list_further_keys(name: str, section: type[KeyedSection]) -> Iterator[Secti
             notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)]
             meaning = notes[0] if notes else comments.get(field.name, "")
             default = section.UNSET or _describe_default(field)
-            type_text = _describe_key_type(hint)
+            type_text = describe_type(hint)
             keys.append(KeyReference(f"{name}.{field.name}", type_text, default, meaning))
         yield SectionReference(name, "", keys, f'{section.KEY} = "{value}"')
-
-
-def _describe_key_type(hint: Any) -> str:
-    rules = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Supported)]
-    supported = (" or ".join(map(format_value, rule.values)) for rule in rules)
-    return describe_type(hint) + "".join(f"; only {values} is supported" for values in supported)
 
 
 def _describe_default(field: dataclasses.Field) -> str:

@@ -11,8 +11,6 @@ from titanlite.errors import CheckpointError, ConfigError
 from titanlite.settings import NotNegative, Positive, Range
 from titanlite.storage import StorageFolder
 
-EXCLUDABLE_PARTS = ("optimizer", "dataloader", "train_state")  # of exclude_from_loading
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -46,9 +44,12 @@ class CheckpointConfig:
     load_step: Annotated[int, Range(-1)] = -1
     # step to resume from; -1: the newest valid one. Applied once per new value: a restart resumes
     # from the newest. With load_only: applied at every start
-    exclude_from_loading: list[str] = field(default_factory=list)
+    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(
+        default_factory=list
+    )
     # parts to start from scratch, at every start: optimizer (its state), dataloader (position 0),
-    # train_state (step and token counts, of initial_load_path only)
+    # train_state (step and token counts, of initial_load_path only); the learning rate is none of
+    # them, because it is a function of the step
     allow_changes: list[str] = field(default_factory=list)
     # job properties that may differ from the checkpoint's, named as in the error that refuses them
     enable_first_step_checkpoint: bool = False  # also save after step 1, to test that saving works
@@ -78,16 +79,6 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
             " start from scratch.",
             fix="Set checkpoint.enable = true, or remove checkpoint.initial_load_path.",
         )
-    for part in config.exclude_from_loading:
-        if part not in EXCLUDABLE_PARTS:
-            reason = (
-                " (the learning rate is a function of the step)" if part == "lr_scheduler" else ""
-            )
-            yield ConfigError(
-                f'checkpoint.exclude_from_loading: "{part}" is not a part that can be'
-                f" excluded{reason}.",
-                fix=f"Use {', '.join(EXCLUDABLE_PARTS)}.",
-            )
     if "://" in config.folder:
         try:
             StorageFolder(config.folder)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.rendezvous import explaining_failed_connections
 from titanlite.errors import ConfigError
-from titanlite.settings import NotNegative, Positive, Range, Supported
+from titanlite.settings import NotNegative, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ class ParallelismConfig:
     pipeline_parallel_microbatch_size: Positive = 1
     # sequences in one pipeline micro-batch; divides training.local_batch_size
     context_parallel_degree: Positive = 1  # ranks that each sequence is sharded over
-    context_parallel_load_balancer: Annotated[
-        Literal["headtail", "ptrr", "none"],
-        Supported(("headtail", "none"), "Balancing for document masks"),
-    ] = "headtail"
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     # headtail: each rank has an early and a late chunk of a sequence, as causal attention to late
     # tokens is more expensive; none: one chunk
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"

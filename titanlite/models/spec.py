@@ -15,7 +15,7 @@ from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.counts import ModelCounts, count_model, flops_of_block
 from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing, check_expert_sizes
 from titanlite.models.sizes import SizesT
-from titanlite.settings import KeyedSection, OneOf, Supported
+from titanlite.settings import KeyedSection, OneOf
 
 
 def _family_names() -> Iterable[str]:
@@ -41,13 +41,7 @@ class ModelConfig(KeyedSection):
     flavor: str = "debugmodel"  # named set of sizes of that family
     initialization: Literal["titanlite", "torchtitan"] = "titanlite"
     # standard deviations of the initial weights: the family's, or torchtitan's
-    converters: Annotated[
-        list[str],
-        Supported(
-            ([], ["quantize.linear.float8"]),
-            'a converter other than "quantize.linear.float8" (formerly "float8")',
-        ),
-    ] = dataclasses.field(default_factory=list)
+    converters: list[Literal["quantize.linear.float8"]] = dataclasses.field(default_factory=list)
     # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
     print_after_conversion: bool = False  # log the module tree after parallelization
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import ModuleType
@@ -101,7 +101,7 @@ class QuantizeConfig:
     linear: QuantizeLinearConfig = field(default_factory=QuantizeLinearConfig)
 
 
-def resolve_float8(config: Float8Config, converters: list[str]) -> Float8Config:
+def resolve_float8(config: Float8Config, converters: Sequence[str]) -> Float8Config:
     """Apply torchtitan's switch: the converter without a recipe means the recipe "tensorwise"."""
     if SECTION in converters and config.recipe_name is None:
         return replace(config, recipe_name="tensorwise")

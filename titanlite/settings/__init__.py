@@ -1,8 +1,7 @@
 """TOML files and command-line overrides become frozen dataclasses; all problems are reported.
 
 A section is a frozen dataclass; the comment beside or below a field is its documentation, which
-`config_reference.py` reads. `Range` bounds a number, `OneOf` names the keys of a dictionary, and
-`Supported` lists the implemented values.
+`config_reference.py` reads. `Range` bounds a number, and `OneOf` names the keys of a dictionary.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from titanlite.settings.schema import (
     OneOf,
     Positive,
     Range,
-    Supported,
     all_keys,
     describe_type,
     type_hints,
@@ -34,7 +32,6 @@ __all__ = [
     "OneOf",
     "Positive",
     "Range",
-    "Supported",
     "all_keys",
     "build_dataclass",
     "describe_type",

@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union
@@ -32,17 +32,6 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Supported:
-    """The implemented values of a key. The type of the key also has torchtitan's other values.
-
-    These other values are rejected with an error that names the missing `feature`.
-    """
-
-    values: tuple[Hashable, ...]
-    feature: str  # what the other values need
-
-
-@dataclass(frozen=True)
 class OneOf:
     """The allowed values of a string, such as the keys of an extension point's dictionary.
 
@@ -59,7 +48,7 @@ Fraction = Annotated[float, Range(0, 1)]
 
 @cache
 def type_hints(schema: type) -> dict[str, Any]:
-    """The type of each field, including its `Range`, `Supported` or `OneOf`."""
+    """The type of each field, including its `Range` or `OneOf`."""
     hints = typing.get_type_hints(schema, include_extras=True)
     no_keys = (ClassVar, dataclasses.KW_ONLY)
     return {

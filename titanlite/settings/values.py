@@ -19,7 +19,6 @@ from titanlite.settings.output import CommandLineText, format_value
 from titanlite.settings.schema import (
     KeyedSection,
     Range,
-    Supported,
     all_keys,
     describe_type,
     resolve_names,
@@ -283,6 +282,3 @@ def _convert_table(given: Any, schema: type) -> Any:
 def _check_rule(value: Any, rule: Any) -> None:
     if isinstance(rule, Range) and not rule.contains(value):
         raise ValueRefused(f"must be {rule}.")
-    if isinstance(rule, Supported) and value not in rule.values:
-        supported = " or ".join(format_value(choice) for choice in rule.values)
-        raise ValueRefused(f"{rule.feature} is not available in this version. Use {supported}.")
