@@ -229,15 +229,13 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
     "mistral": [
         ({"sliding_window": -1}, "sliding_window = -1"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = true"),
-        ({"head_dim": 7}, "head_dim = 7"),
     ],
     "gpt2": [
         ({"activation_function": "relu"}, 'activation_function = "relu"'),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
-        ({"n_head": 5}, "n_embd = 256, n_head = 5"),
         ({"n_positions": "many"}, 'n_positions = "many"'),
     ],
-    "olmo2": [({"clip_qkv": 8}, "clip_qkv = 8"), ({"num_attention_heads": 3}, "num_attention")],
+    "olmo2": [({"clip_qkv": 8}, "clip_qkv = 8")],
 }
 
 

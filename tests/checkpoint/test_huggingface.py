@@ -334,11 +334,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"sliding_window": 4096, "auto_map": {"A": "b"}}, ["sliding_window = 4096"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"vocab_size": None, "rms_norm_eps": True}, ["vocab_size = null", "rms_norm_eps = true"]),
-        ({"num_key_value_heads": 3}, ["num_attention_heads = 4, num_key_value_heads = 3"]),
-        ({"head_dim": 7}, ["head_dim = 7"]),
+        ({"num_key_value_heads": 3}, ["model.n_kv_heads = 3: does not divide model.n_heads = 4"]),
+        ({"head_dim": 7}, ["model.head_dim = 7"]),
         (
             {"head_dim": None, "num_attention_heads": 6},
-            ["hidden_size = 32, num_attention_heads = 6"],
+            ["model.dim = 32: is not a multiple of model.n_heads = 6"],
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

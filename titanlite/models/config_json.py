@@ -102,7 +102,6 @@ class HuggingFaceMapping(Generic[SizesT]):
     further: Callable[[SizesT], Mapping[str, Any]] = lambda sizes: {}  # only written
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     # keys of the supported scaling -> their only values, with "rope_type"; empty: none
-    has_head_width: bool = True  # of a head: head_dim, or dim / n_heads; false: other keys say it
 
     # --- tensors ----------------------------------------------------------------------------------
 
@@ -202,7 +201,6 @@ class HuggingFaceMapping(Generic[SizesT]):
             *conflicts,
             *(key for name, key in keys.items() if not self._is_valid(name, sizes[name])),
         ]
-        wrong = wrong or self._inconsistent_heads(sizes)
         if wrong:
             raise self._unsupported(wrong, values, required, conflicts)
         return self.sizes(**self._without_implied_width(sizes))
@@ -236,19 +234,6 @@ class HuggingFaceMapping(Generic[SizesT]):
         except ValueRefused:
             return False
         return True
-
-    def _inconsistent_heads(self, sizes: Mapping[str, Any]) -> list[str]:
-        """Keys whose values do not fit together."""
-        if not self.has_head_width:
-            return []
-        n_heads, head_dim = sizes["n_heads"], sizes.get("head_dim")
-        head_width = head_dim or sizes["dim"] / n_heads
-        wrong = []
-        if n_heads % sizes.get("n_kv_heads", n_heads):
-            wrong += ["n_heads", "n_kv_heads"]
-        if head_width % (2 if "rope_theta" in sizes else 1):  # RoPE rotates pairs
-            wrong += ["head_dim"] if head_dim else ["dim", "n_heads"]
-        return [self.keys[name] for name in wrong]
 
     def _unsupported(
         self,

@@ -223,7 +223,6 @@ HUGGING_FACE = HuggingFaceMapping(
         "mscale_all_dim": 1.0,
         "original_max_position_embeddings": YarnScaling.original_context,
     },
-    has_head_width=False,
 )
 
 
