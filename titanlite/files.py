@@ -1,4 +1,4 @@
-"""Read untrusted JSON, TOML and files within limits, and write files atomically."""
+"""Read untrusted JSON, TOML and files within limits, write files atomically, open many of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import errno
 import json
 import os
 import re
+import resource
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,15 @@ def make_private_folder() -> Path:
     if not is_own or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(errno.EPERM, "other users can write to it", str(folder))
     return folder
+
+
+def raise_open_file_limit() -> int:
+    """Raise the soft limit of open files, sockets included, to the hard one; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a sandbox may forbid it, and macOS has a lower maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def fsync_folder(folder: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
 from collections.abc import Sequence
 from functools import lru_cache
 
 from titanlite.errors import DataError
+from titanlite.files import raise_open_file_limit
 
 MIN_OPEN_FILES = 8  # also if the limit of descriptors allows fewer
 
@@ -35,8 +35,7 @@ class OpenFiles:
         """Announce that `files` more files will be read, so that the pool may grow."""
         self._expected += files
         if self._max_open is None:
-            allowed = _raise_descriptor_limit(2 * self._expected) // 2
-            size = max(MIN_OPEN_FILES, min(self._expected, allowed))
+            size = max(MIN_OPEN_FILES, min(self._expected, raise_open_file_limit() // 2))
             self._open = lru_cache(size)(_OpenFile)
 
     def read_all(self, requests: Sequence[FileRequest]) -> None:
@@ -78,19 +77,3 @@ class _OpenFile:
     def __del__(self):
         if self.descriptor >= 0:
             os.close(self.descriptor)
-
-
-def _raise_descriptor_limit(wanted: int) -> int:
-    """Raise the soft limit of descriptors to `wanted` if possible; returns the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    infinite = resource.RLIM_INFINITY
-    if soft == infinite:
-        return wanted
-    raised = wanted if hard == infinite else min(wanted, hard)
-    if raised > soft:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-            soft = raised
-        except (OSError, ValueError):  # a sandbox may forbid it
-            pass
-    return soft

@@ -23,10 +23,10 @@ from titanlite.distributed.rendezvous import (
     explaining_failed_connections,
     launched_rank_and_world_size,
     open_rank_store,
-    raise_open_file_limit,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError
+from titanlite.files import raise_open_file_limit
 from titanlite.log import logger
 from titanlite.settings import NotNegative, Positive
 

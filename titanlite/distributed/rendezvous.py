@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import resource
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -155,13 +154,6 @@ def explaining_failed_connections(
             " on all ports, and that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the"
             " right interfaces.",
         ) from error
-
-
-def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files, which sockets count against, to the hard limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # a sandbox may forbid it, and macOS has a lower maximum
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
