@@ -49,7 +49,7 @@ class ValidationSet:
 
     @cached_property
     def token_bytes(self) -> Tensor | None:
-        """Bytes of text that each id of the model stands for; None without a tokenizer."""
+        """Bytes of text that each id stands for, int64 [V] of the model; None: no tokenizer."""
         # When it is first read: while settings are checked, vocab_size may be a stand-in of 2^31.
         return _byte_counts(self._tokenizer, self._source.vocab_size) if self._tokenizer else None
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from titanlite.data import ValidationSet
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
@@ -30,21 +31,6 @@ class ValidationConfig:
     # maximum validation batches, each of training.global_batch_size sequences; -1: the whole set
 
 
-class ValidationData(Protocol):
-    """What `validate` needs of a `ValidationSet` (data/validation_set.py)."""
-
-    name: str
-    samples: int
-
-    @property
-    def token_bytes(self) -> Tensor | None:
-        """int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known."""
-
-    def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels [B, T]; past the end, labels are IGNORE_INDEX."""
-        ...
-
-
 @dataclass(frozen=True)
 class ValidationResult:
     """What was measured on a validation set."""
@@ -60,7 +46,7 @@ class ValidationResult:
 
 def validate(
     engine: Engine,
-    data: ValidationData,
+    data: ValidationSet,
     samples: int,
     local_batch_size: int,
     mesh: Mesh,
@@ -96,6 +82,6 @@ def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
     return token_bytes[labels[labels >= 0]].sum()
 
 
-def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:
+def validation_samples(config: ValidationConfig, data: ValidationSet, global_batch: int) -> int:
     """Number of samples to validate on; depends on the layout only if `global_batch` does."""
     return data.samples if config.steps == -1 else min(data.samples, config.steps * global_batch)
