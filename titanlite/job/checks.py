@@ -29,25 +29,7 @@ from titanlite.parallelize.activation_checkpoint import check_activation_checkpo
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel
-from titanlite.training.batch_schedule import (
-    BatchSchedule,
-    build_batch_schedule,
-    check_batch_size,
-)
-
-
-def check_degrees(config: JobConfig, degrees: Degrees) -> Iterator[UserError]:
-    """Yield the problems of the degrees of parallelism, for any model."""
-    yield from check_batch_size(config.training, degrees.batch)
-    yield from option_checks.check_update_degrees(config, degrees)
-
-
-def check_sharding(
-    config: JobConfig, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
-) -> Iterator[UserError]:
-    """Yield the problems of the model under the degrees of parallelism."""
-    yield from _check_sequence_lengths(config, sizes, degrees)
-    yield from option_checks.check_sharded_options(config, spec, sizes, degrees)
+from titanlite.training.batch_schedule import BatchSchedule, build_batch_schedule
 
 
 def check_sections(config: JobConfig) -> Iterator[UserError]:
@@ -82,7 +64,7 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from _check_precision(config)
 
 
-def _check_sequence_lengths(
+def check_sequence_lengths(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[UserError]:
     """Yield the sequence lengths that the layout cannot shard, or that have too many positions."""

@@ -13,11 +13,16 @@ from titanlite.job import checks
 from titanlite.job.config import JobConfig
 from titanlite.job.environment import check_environment, device_type
 from titanlite.job.job import Job
-from titanlite.job.option_checks import check_model_options
+from titanlite.job.option_checks import (
+    check_model_options,
+    check_sharded_options,
+    check_update_degrees,
+)
 from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config, raise_together
+from titanlite.training.batch_schedule import check_batch_size
 
 
 def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
@@ -75,12 +80,14 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
         problems.append(error)
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
-        problems += checks.check_degrees(config, degrees)
+        problems += check_batch_size(config.training, degrees.batch)
+        problems += check_update_degrees(config, degrees)
     except ConfigError as error:
         problems.append(error)
     problems += checks.check_end_of_schedule(config, degrees)
     if sizes and degrees:
-        problems += checks.check_sharding(config, spec, sizes, degrees)
+        problems += checks.check_sequence_lengths(config, sizes, degrees)
+        problems += check_sharded_options(config, spec, sizes, degrees)
     if problems or not (sizes and degrees and plan):
         return None, problems
     global_batch = config.training.sequences_per_step(degrees.batch)
