@@ -262,6 +262,19 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local
 
 
+def shard_region(
+    tensor: DTensor, coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, index of the first element) of the shard of the rank at a coordinate of the mesh."""
+    # Private, but the only function that knows uneven and strided shards (torch 2.11 to 2.15).
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    shape, offset = _compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh.shape, list(coordinate), tensor.placements
+    )
+    return tuple(shape), tuple(offset)
+
+
 def registered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All parameters in a model: also the copies that its `parameters` leave out (tied.py)."""
     owned = (module.parameters(recurse=False) for module in model.modules())

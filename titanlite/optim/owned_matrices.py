@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.collectives import local_shard, start_all_to_all
+from titanlite.distributed.collectives import local_shard, shard_region, start_all_to_all
 from titanlite.optim.conditional import ConditionalBase
 
 # Elements of the whole matrices that a rank computes between two exchanges, unless one has more
@@ -290,8 +290,8 @@ class WholeMatrixOptimizer(ConditionalBase):
 class _Region(NamedTuple):
     """The part of a matrix, or of a stack of matrices, that one rank has."""
 
-    offset: tuple[int, ...]  # of its first element
     shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of its first element
 
     @property
     def elements(self) -> int:
@@ -347,12 +347,12 @@ class _ShardRanks:
     def regions_of(self, matrix: Tensor) -> _MatrixRegions:
         """The region of each rank; the same object for matrices of one shape and placement."""
         if not isinstance(matrix, DTensor):
-            return _MatrixRegions([_Region((0,) * matrix.dim(), tuple(matrix.shape))], [()])
+            return _MatrixRegions([_Region(tuple(matrix.shape), (0,) * matrix.dim())], [()])
         key = (matrix.shape, matrix.placements)
         if key not in self._cache:
             copies = [dim for dim in self._dims if not _is_sharded(matrix, dim)]
             self._cache[key] = _MatrixRegions(
-                [_region_at(matrix, coordinate) for coordinate in self._coordinates],
+                [_Region(*shard_region(matrix, coordinate)) for coordinate in self._coordinates],
                 [tuple(coordinate[dim] for dim in copies) for coordinate in self._coordinates],
             )
         return self._cache[key]
@@ -370,18 +370,6 @@ def _group_of(mesh: DeviceMesh, dims: list[int], coordinates: list[list[int]]) -
     ranks = [int(mesh.mesh[tuple(coordinate)]) for coordinate in coordinates]
     # Other ranks create groups of their own, or none: other pipeline stages may not need them.
     return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def _region_at(matrix: DTensor, coordinate: list[int]) -> _Region:
-    """The region of the rank at a coordinate of the matrix's mesh."""
-    # Private, but the only function that knows the shards of other ranks, uneven and strided ones
-    # included (torch 2.11 to 2.15).
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    shape, offset = _compute_local_shape_and_global_offset(
-        matrix.shape, matrix.device_mesh.shape, coordinate, matrix.placements
-    )
-    return _Region(tuple(offset), tuple(shape))
 
 
 def _join_regions(shape: torch.Size, pieces: list[tuple[_Region, Tensor]]) -> Tensor:

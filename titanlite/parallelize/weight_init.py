@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.distributed.collectives import shard_region
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSizes, ModelSpec, first_match
 from titanlite.models.mup import WidthScale
@@ -129,11 +130,6 @@ def _local_shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]
     """(this rank's shard, index of its first element in the full tensor)."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
-    # Private, but the only function that knows the offsets of uneven and strided shards
-    # (torch 2.11 to 2.15).
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), tuple(offset)
+    own = parameter.device_mesh.get_coordinate()
+    assert own is not None, "this rank has a shard"
+    return parameter.to_local(), shard_region(parameter, own)[1]
