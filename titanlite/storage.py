@@ -83,7 +83,7 @@ class StorageFolder:
                 full_path = LocalFileSystem._strip_protocol(self._path_as_given)
         except (ImportError, ValueError) as error:  # a missing package, or an unknown scheme
             raise CheckpointError(f"{path}: cannot be opened: {error}.") from None
-        self.path = full_path.rstrip("/")
+        self.path = full_path.rstrip("/") or "/"
         self.local = isinstance(self.fs, LocalFileSystem)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class StorageFolder:
 
     @property
     def parent(self) -> StorageFolder:
-        return StorageFolder(self._path_as_given.rstrip("/").rpartition("/")[0] or ".")
+        return StorageFolder(os.path.dirname(self._path_as_given.rstrip("/")) or ".")
 
     @_raise_storage_unreachable
     def exists(self) -> bool:

@@ -358,3 +358,10 @@ def test_only_a_single_url_of_a_known_scheme_is_opened(url):
         open_file_system(url)
     # a path of this machine may have any name
     assert StorageFolder("/run/reference::x").path == "/run/reference::x"
+
+
+def test_the_root_of_the_disk_is_not_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "step-1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "step-1" not in StorageFolder("/").folders()
+    assert StorageFolder("/model").parent.path == "/"
