@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-GOLDEN = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 / golden ratio: its multiples are evenly spaced modulo 2^64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: its multiples are evenly spaced
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 

@@ -38,9 +38,7 @@ class TrainingConfig:
     mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     # compute dtype: parameters are cast to it, in every layout; float16 scales the loss; auto:
     # bfloat16, and float32 on a CPU without bfloat16 units
-    gc_freq: Positive = (
-        50  # steps between two garbage collections; all ranks collect at the same step
-    )
+    gc_freq: Positive = 50  # steps between two garbage collections, at the same steps on all ranks
 
     @property
     def clip_norm(self) -> float:
