@@ -62,7 +62,7 @@ from titanlite.runtime import (
     lock_run_folders,
 )
 from titanlite.training.engine import build_engine
-from titanlite.training.run import Run, StepGuard
+from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
 from titanlite.training.step import StepSettings
 
@@ -172,8 +172,6 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
             step_settings=build_step_settings(job, state, mesh, in_backward),
-            guard=StepGuard(),  # replaced below: a Guard needs the run
-            actions=(),  # added below: they need the run
             checkpointer=checkpointer,
             throughput=throughput,
             sinks=sinks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -61,8 +61,6 @@ class Run:
     open_batches: Callable[[], Iterator[Batch]]
     # this rank's part of the global batch of each step, from the position of `state` on
     step_settings: StepSettings
-    guard: StepGuard
-    actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
     checkpointer: Checkpointer
     throughput: ThroughputMeter
     sinks: MetricSinks
@@ -70,6 +68,9 @@ class Run:
     stop_request: StopRequest
     max_over_ranks: AsyncMax  # for what the ranks must agree on in each step
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""
+    # What needs the run itself, and so is added to it:
+    actions: tuple[PeriodicAction, ...] = ()  # in the order in which they run after a step
+    guard: StepGuard = field(default_factory=StepGuard)
 
     def finish_save(self, step: int) -> None:
         """Wait for the save in flight, in the watchdog's phase for it, and report it."""
