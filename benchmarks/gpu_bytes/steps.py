@@ -45,6 +45,9 @@ OVERWRITING = {  # in-place operators that do not read what they write
 }
 
 
+GATHERING = {"gather", "index_select", "embedding"}  # read only as much as they write
+
+
 @dataclass
 class Step:
     """What one step did."""
@@ -157,6 +160,8 @@ def _memory(operator: Any, name: str, args: Any, kwargs: Any, output: Any) -> tu
             if name in OVERWRITING or argument.kwarg_only:
                 continue
         read += tensors
+    if name in GATHERING:
+        return on_device(output), on_device(output)
     return read, written or on_device(output)
 
 

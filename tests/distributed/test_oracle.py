@@ -127,7 +127,7 @@ shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompu
     ; shard=2,tensor=2,reduction=last_microbatch,early=True
 shard=2,tensor=2,accumulate=3,loss_parallel=False,chunk=64,recompute=full,reduction=last_microbatch
     ,reshard=never
-tensor=4,loss_parallel=False,chunk=100; tensor=4,chunk=336
+tensor=4,loss_parallel=False,chunk=100,compile=aot_eager; tensor=4,chunk=336
 shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
     ; shard=2,offload=True; shard=2,recompute=op,offload=True; shard=2,recompute=full,chunk=100
     ; shard=2,compile=aot_eager,offload_activations=True

@@ -30,37 +30,37 @@ class LossConfig:
 
 
 class Vocabulary:
-    """How the softmax is computed from the logits of this process: here, the whole vocabulary.
-
-    Tensor parallel replaces it by subclasses that reduce over the ranks.
-    """
+    """The softmax of the whole vocabulary; subclasses of tensor parallel reduce over the ranks."""
 
     first_id = 0  # token id of the first local logit
 
     def __init__(self) -> None:
-        # or its compiled version
-        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = softmax_terms
+        self.logits_in_fp32 = True  # separate operators round each result; compiled ones do not
+        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = exponentials_
+        self.logits_grad: Callable[..., None] = scale_exponentials_
 
     def compile(self, **options: Any) -> None:
-        """Compile the element-wise part of the softmax; `options` are torch.compile's."""
-        self.softmax_terms = torch.compile(self.softmax_terms, **options)
+        """Keep the logits in the compute dtype; `options` are torch.compile's."""
+        self.logits_in_fp32 = False
+        self.softmax_terms = torch.compile(softmax_terms, **options)
+        self.logits_grad = torch.compile(logits_grad_, **options)
 
     def local_tensors(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The local tensors of the hidden states and the output weights."""
         return x, weight
 
     def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(largest logit, log-sum-exp of all logits, logit of the label), each [N].
+        """(largest local logit, log-sum-exp of all logits, logit of the label), each [N] in fp32.
 
-        Overwrites the local fp32 logits [N, V'] with exp(logit - largest). The last result is 0
-        where the label is ignored.
+        Prepares the logits [N, V'] for `logits_grad`. The last result is 0 for ignored labels.
         """
-        max_logit = self.reduce_max(logits.amax(-1))
-        # Stacked outside of the compiled function: inside of it, torch 2.11's compiler reads the
-        # label's logit after the in-place exp_ and reports a wrong loss.
-        terms = torch.stack(self.softmax_terms(logits, max_logit, labels - self.first_id))
+        # not in a compiled function: torch 2.11's may read it after in-place operations
+        label_logit = select_label_logit(logits, labels - self.first_id)
+        max_logit, exp_sum = self.softmax_terms(logits)
+        overall_max = self.reduce_max(max_logit.clone())  # which reduces in place
+        terms = torch.stack((exp_sum * (max_logit - overall_max).exp(), label_logit))
         exp_sum, label_logit = self.reduce_sum(terms)
-        return max_logit, max_logit + exp_sum.log(), label_logit
+        return max_logit, overall_max + exp_sum.log(), label_logit
 
     def reduce_max(self, local: Tensor) -> Tensor:
         """The element-wise maximum over the ranks that shard the vocabulary."""
@@ -77,22 +77,13 @@ class OutputLayer(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.config, self.vocabulary = LossConfig(), Vocabulary()
-        self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
         self.last_z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
         self._observer: Callable[[Tensor], None] | None = None
 
     def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
-        """Call `observer` in every forward with labels and gradients; None: no longer.
-
-        Its argument is the cross-entropy of each token, [B, T] in fp32.
-        """
+        """Call `observer` with the cross-entropy of each token, [B, T] in fp32, in every forward
+        with labels and gradients; None: no longer."""
         self._observer = observer
-
-    def compile_loss(self, **options: Any) -> None:
-        """Compile the element-wise parts of the loss, which then read and write the logits fewer
-        times; `options` are torch.compile's."""
-        self.logits_grad = torch.compile(self.logits_grad, **options)
-        self.vocabulary.compile(**options)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """With `labels` [B, T]: the loss summed over tokens, in nats, 0-d in fp32.
@@ -119,27 +110,22 @@ class _OutputLoss(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        z_weight = output.config.z_loss if with_grad else 0.0
         chunk = output.config.chunk_tokens or max(1, len(x))
         total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
         token_losses = torch.empty(len(x), device=x.device)
         x_grad = torch.empty_like(x) if with_grad else None
         weight_grad: Tensor | None = None
         for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
-            losses, z_loss, grad = _chunk_loss(
-                x[rows], weight, labels[rows], output, z_weight, with_grad
-            )
+            losses, z_loss, grad = _chunk_loss(x[rows], weight, labels[rows], output, with_grad)
             token_losses[rows] = losses
             total, z_total = total + losses.sum() + z_loss, z_total + z_loss
             if x_grad is None or grad is None:
                 continue
             torch.mm(grad, weight, out=x_grad[rows])
-            if chunk >= len(x):
-                weight_grad = _weight_grad(grad, x)
-            else:  # accumulate in fp32: rounding after every chunk would add an error
-                if weight_grad is None:
-                    weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-                weight_grad += _weight_grad(grad, x[rows])
+            if chunk >= len(x) and grad.dtype != torch.float16:
+                weight_grad = grad.mT @ x
+            else:
+                weight_grad = _add_weight_grad(weight_grad, grad, x[rows])
             del grad  # free it before the next chunk's logits are allocated
         if with_grad:
             ctx.save_for_backward(x_grad, weight_grad)
@@ -159,33 +145,33 @@ def _scaled(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(saved, factor.view(1, 1), out=torch.empty_like(saved, dtype=dtype))
 
 
-def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """grad^T x, the gradient [V', D] of the weights; computed in fp32 for float16 inputs.
+def _add_weight_grad(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+    """`total` plus grad^T x, the gradient [V', D] of the weights, in fp32; None: the first chunk.
 
-    The sum over tokens is not yet divided by the number of tokens, and the loss scale is not
-    applied: in float16, 32,768 tokens with one channel of value 4 would overflow at any loss scale.
+    Rounding to bfloat16 after every chunk would add an error. In float16, the sum of 32,768 tokens
+    with one channel of value 4, not yet divided by the tokens, would overflow at any loss scale.
     """
-    if grad.dtype != torch.float16:
-        return grad.mT @ x
-    if grad.is_cuda:
-        return torch.mm(grad.mT, x, out_dtype=torch.float32)
-    return grad.mT.float() @ x.float()  # on a CPU, float16 matmuls are slower than float32 ones
+    if grad.is_cuda:  # the matmul adds in fp32; torch has `out_dtype` for CUDA only
+        if total is None:
+            return torch.mm(grad.mT, x, out_dtype=torch.float32)
+        return torch.addmm(total, grad.mT, x, out_dtype=torch.float32, out=total)
+    if grad.dtype == torch.float16:  # on a CPU, float16 matmuls are slower than float32 ones
+        grad, x = grad.float(), x.float()
+    part = grad.mT @ x
+    return part.float() if total is None else total.add_(part)
 
 
 def _chunk_loss(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    output: OutputLayer,
-    z_weight: float,
-    with_grad: bool,
+    x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The losses of one chunk, and their gradient with respect to the logits.
 
     (cross-entropy of each token [N], summed z-loss, gradient of the sum of all).
-    One fp32 buffer holds the logits, then their exponentials, then their gradient.
+    One buffer holds the logits, then their gradient.
     """
-    vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
+    z_weight = output.config.z_loss if with_grad else 0.0
+    vocabulary, logits = output.vocabulary, F.linear(x, weight)
+    logits = logits.float() if vocabulary.logits_in_fp32 else logits
     max_logit, lse, label_logit = vocabulary.log_sum_exp(logits, labels)
     valid = labels >= 0
     losses = torch.where(valid, lse - label_logit, 0.0)
@@ -193,30 +179,46 @@ def _chunk_loss(
     if not with_grad:
         return losses, z_loss, None
     factor = torch.where(valid, (max_logit - lse).exp() * (1 + 2 * z_weight * lse), 0.0)
-    grad = output.logits_grad(logits, factor, labels - vocabulary.first_id)
-    return losses, z_loss, grad.to(weight.dtype)
+    vocabulary.logits_grad(logits, max_logit, factor, labels - vocabulary.first_id)
+    return losses, z_loss, logits.to(weight.dtype)
 
 
-def softmax_terms(logits: Tensor, max_logit: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of exp(logit - max_logit), and the logit at index `label`; [N] each.
+def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`softmax_terms` of separate operators; overwrites the fp32 logits with the exponentials."""
+    max_logit = logits.amax(-1)
+    return max_logit, logits.sub_(max_logit.unsqueeze(-1)).exp_().sum(-1)
 
-    Overwrites logits [N, V] with the exponentials. The logit is 0 where `label` is not a local id.
-    """
+
+def scale_exponentials_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
+    """`logits_grad_` of separate operators, from what `exponentials_` left."""
     is_local, index = _local_index(label, logits)
-    label_logit = torch.where(is_local, logits.gather(-1, index).squeeze(-1), 0.0)
-    logits.sub_(max_logit.unsqueeze(-1)).exp_()
-    return logits.sum(-1), label_logit
+    logits.mul_(factor.unsqueeze(-1))
+    logits.scatter_add_(-1, index, -is_local.to(logits.dtype).unsqueeze(-1))
 
 
-def logits_grad(exponentials: Tensor, factor: Tensor, label: Tensor) -> Tensor:
-    """The gradient of the summed loss with respect to the logits, computed in place.
+def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of the logits [N, V], and the sum of exp(logit - largest); [N] each."""
+    logits = logits.float()
+    max_logit = logits.amax(-1, keepdim=True)  # inductor computes both in one pass if dims are kept
+    exp_sum = (logits - max_logit).exp().sum(-1, keepdim=True)
+    return max_logit.squeeze(-1), exp_sum.squeeze(-1)
 
-    exponentials [N, V] times `factor` [N] are the softmax (with the z-loss term); `factor` is 0 for
+
+def logits_grad_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
+    """Overwrite the logits [N, V] with the gradient of the summed loss; each depends on its own.
+
+    `factor` [N] times exp(logit - max_logit) is the softmax (with the z-loss term); it is 0 for
     ignored labels, which are not local ids, so their rows are all 0.
     """
-    is_local, index = _local_index(label, exponentials)
-    exponentials.mul_(factor.unsqueeze(-1))
-    return exponentials.scatter_add_(-1, index, -is_local.to(exponentials.dtype).unsqueeze(-1))
+    softmax = (logits.float() - max_logit.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    logits.copy_(softmax - (ids == label.unsqueeze(-1)).float())
+
+
+def select_label_logit(logits: Tensor, label: Tensor) -> Tensor:
+    """The logit [N] in fp32 at index `label`; 0 where `label` is not a local id."""
+    is_local, index = _local_index(label, logits)
+    return torch.where(is_local, logits.gather(-1, index).squeeze(-1).float(), 0.0)
 
 
 def _local_index(label: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

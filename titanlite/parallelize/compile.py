@@ -64,7 +64,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
 def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
     """Compile the elementwise operations of the loss, so that they read the logits fewer times."""
     if output is not None and config.compiles("loss"):
-        output.compile_loss(backend=config.backend, fullgraph=True, dynamic=False)
+        output.vocabulary.compile(backend=config.backend, fullgraph=True, dynamic=False)
 
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.models import OutputLayer, Vocabulary
 from titanlite.models.decoder import PositionEmbedding, look_up
+from titanlite.models.loss import select_label_logit
 
 SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
@@ -269,11 +270,8 @@ class GatheredVocabulary(ShardedVocabulary):
     """The loss from gathered logits: every rank computes the softmax over all token ids."""
 
     def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        padding = (0, self.shard_size - logits.shape[-1])
-        padded = F.pad(logits, padding, value=-torch.inf)
+        padded = F.pad(logits, (0, self.shard_size - logits.shape[-1]), value=-torch.inf)
         all_logits = all_gather_tensor(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
-        max_logit = all_logits.amax(-1)
-        # all_logits, a copy, begin at id 0: labels are not shifted; logits are overwritten below
-        exp_sum, label_logit = self.softmax_terms(all_logits, max_logit, labels)
-        logits.sub_(max_logit.unsqueeze(-1)).exp_()
-        return max_logit, max_logit + exp_sum.log(), label_logit
+        label_logit = select_label_logit(all_logits, labels)  # not shifted: they begin at id 0
+        max_logit, exp_sum = self.softmax_terms(all_logits)
+        return self.softmax_terms(logits)[0], max_logit + exp_sum.log(), label_logit

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.distributed import rank_tree
-from titanlite.models import TokenEmbedding
+from titanlite.models import TokenEmbedding, loss
 
 aten = torch.ops.aten
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -89,6 +89,9 @@ class FakeCompute(TorchDispatchMode):
                 result = OPDEFS[operation.name()]._init_fn(*args, **kwargs)
         elif operation is torch.ops._c10d_functional.wait_tensor.default:
             result = args[0]  # as the real operator; its fake implementation allocates a copy
+        elif operation is aten.addmm.dtype_out:  # torch 2.11 cannot fake it, nor count its FLOPs
+            operation, args, result = aten.mm.default, args[1:3], kwargs["out"]
+            kwargs = {}
         elif operation is aten.add.Tensor and _adds_weight_gradients(*args):
             result = args[0].add_(args[1])  # as autograd does, but not with tensor subclasses
         elif operation is aten.add_.Tensor and self._casts(*args):
@@ -139,6 +142,7 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
         (F, "rms_norm", _rms_norm),
         (torch, "rms_norm", _rms_norm),
         (TokenEmbedding, "forward", torch.nn.Embedding.forward),
+        (loss, "_add_weight_grad", _weight_grad_as_cuda),
     ]
     shards = "_compute_local_shape_and_global_offset"
     always = [
@@ -153,6 +157,13 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
         FakeCompute(mode, observe, like_cuda),
     ):
         yield
+
+
+def _weight_grad_as_cuda(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+    """The sum in fp32, to which CUDA's matmul adds."""
+    if total is None:
+        return torch.mm(grad.mT, x, out_dtype=torch.float32)
+    return torch.addmm(total, grad.mT, x, out_dtype=torch.float32, out=total)
 
 
 def _with_values(function: Callable) -> Callable:

@@ -50,15 +50,15 @@ def _fused_loss(activations: BlockActivations, weight_elements: int) -> LossByte
     chunk = min(tokens, workload.loss_chunk_tokens or tokens)
     # the normed hidden states; tensor ranks have their shard as well
     inputs = activations.hidden + (activations.residual if workload.layout.tensor > 1 else 0.0)
-    cast = size if size < 4 else 0
+    # compiled kernels overwrite the logits; separate operators need a copy in fp32
+    cast = 4 if size < 4 and not workload.compiled else 0
     sum_size = 4 if chunk < tokens else size
     weights = weight_elements * sum_size
-    logits = chunk * vocabulary * (4 + cast)
+    logits = chunk * vocabulary * (size + cast)
     first = logits + (weights if chunk < tokens else 0)
-    gradient = chunk * vocabulary * size + weight_elements * size
-    if activations.on_cpu and cast and chunk < tokens:  # a CPU adds a copy in fp32 to the sum
-        gradient += weights
-    second = gradient + (weights if chunk < tokens else 0)
+    second = chunk * vocabulary * size + weights
+    if activations.on_cpu and chunk < tokens:  # its matmuls do not add to the sum
+        second += weight_elements * size + (weights if size < 4 else 0)
     return LossBytes(
         activations.hidden + weights,
         inputs + max(first, second) - weights,
