@@ -88,6 +88,7 @@ OUTSIDE_ASSIGNMENTS = {
     # gradients and parameter groups are public attributes of torch tensors and optimizers
     "titanlite/optim/fp32_vectors.py: copy.grad": "gradient of a parameter",
     "titanlite/optim/in_backward.py: parameter.grad": "gradient of a parameter",
+    "titanlite/parallelize/fsdp.py: parameter.grad": "gradient of a parameter",
     "titanlite/parallelize/tied.py: self.copy.grad": "gradient of a parameter",
     # module transformations: replace the forward or a part of a model that knows nothing of them
     "titanlite/models/decoder.py: self.output.weight": "ties the output to the embedding",

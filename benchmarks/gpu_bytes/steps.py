@@ -21,6 +21,7 @@ from benchmarks.gpu_bytes.work import Attention, CompiledGraph, Matmul, Work, de
 STEADY_STEP = 2  # the first compiles and allocates, the last logs
 PART_OF_FILE = (  # the innermost Python frame in one of these files names the part
     ("torch/distributed/fsdp/", "FSDP"),
+    ("titanlite/parallelize/fsdp.py", "FSDP"),
     ("titanlite/optim/clip.py", "clipping"),
     ("titanlite/optim/adaptive_clip.py", "clipping"),
     ("titanlite/optim/", "optimizer"),

@@ -52,6 +52,7 @@ def _layout_of(job: Job) -> Layout:
     degrees, plan, parallelism = job.degrees, job.pipeline, job.config.parallelism
     reshard, pipelined = parallelism.fsdp_reshard_after_forward, degrees.pipeline > 1
     prefix = f"{job.spec.blocks_path}."
+    keeps = degrees.replicate * degrees.shard * degrees.context * degrees.expert_shard == 1
     return Layout(
         replicate=degrees.replicate,
         shard=degrees.shard,
@@ -61,7 +62,8 @@ def _layout_of(job: Job) -> Layout:
         expert=degrees.expert,
         expert_tensor=degrees.expert_tensor if degrees.expert > 1 else 0,
         sharded="parameters",
-        reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
+        reshard_after_forward=reshard == "always"
+        or (reshard == "default" and not (pipelined or keeps)),
         reshard_last_group=reshard == "always",
         schedule=plan.schedule if plan.csv is None else "csv",
         stages_per_rank=len(plan.stages) // plan.ranks,

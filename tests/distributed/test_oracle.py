@@ -121,6 +121,7 @@ pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
 pipeline=2,replicate=2,shard=2,microbatch=1,accumulate=3
 pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,accumulate=3
 offload_activations=True; recompute=op; compile=aot_eager,recompute=op
+    ; accumulate=3,reduction=last_microbatch,early=True
 tensor=2,loss_parallel=False; tensor=2,recompute=selective; tensor=2,offload_activations=True
 shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
     ; shard=2,tensor=2,compile=aot_eager,recompute=full

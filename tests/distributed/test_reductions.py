@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, own_rows
@@ -49,37 +47,46 @@ def test_gradients_are_reduced_after_each_micro_batch_or_once_per_step(layout):
     assert counts(accumulate=3, reduction="last_microbatch") == one_microbatch
 
 
-class DivisionRecorder(TorchDispatchMode):
-    """Record the elements of all quotients that are vectors, as FSDP's buffers are."""
+class CopyCounter(TorchDispatchMode):
+    """Counts the elements of weights and gradients of blocks that are copied, cast or divided."""
 
-    def __init__(self):
+    def __init__(self, sizes: set[int]):
         super().__init__()
-        self.elements = []
+        self.sizes, self.elements = sizes, 0  # sizes of weights, and of a group of them
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if "div" in str(function) and result.dim() == 1:
-            self.elements.append(result.numel())
-        return result
+        if any(name in str(function) for name in ("copy", "clone", "chunk_cat", "div")):
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            self.elements += sum(t.numel() for t in tensors if t.numel() in self.sizes)
+        return function(*args, **(kwargs or {}))
 
 
-def reduce_on_one_rank(factor: float | None) -> tuple[int, dict[str, Tensor]]:
-    """(elements of the longest quotient in a step, gradients); a factor replaces the model's."""
-    model, _, engine = build_sharded(Layout(), RECIPE)
-    for module in model.modules():
-        if factor is not None and isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(factor)
-    inputs, labels = batch_at(0, RECIPE)
-    with DivisionRecorder() as recorder:
-        engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return max(recorder.elements, default=0), gradients
+def copies_on_one_rank(layout, dtype, param_dtype) -> int:
+    """How often a step copies each weight of the blocks, and its gradient."""
+    model, _, engine = build_sharded(layout, RECIPE, dtype=dtype, param_dtype=param_dtype)
+    blocks = [[p.numel() for p in block.parameters()] for block in model.layers.values()]
+    sizes = {size for block in blocks for size in block if size > SGD.sizes.dim}
+    batch = engine.prepare(*batch_at(0, RECIPE))
+    with CopyCounter(sizes | set(map(sum, blocks))) as counter:
+        engine.forward_backward(batch, torch.tensor(1.0))
+    return round(counter.elements / sum(map(sum, blocks)))
 
 
-def test_one_rank_does_not_divide_its_gradients():
-    """A division by 1 allocates the gradients of a group a second time."""
-    [(longest_quotient, gradients)] = run_on_ranks(reduce_on_one_rank, 1, None)
-    smallest_weight = min(g.numel() for g in gradients.values() if g.dim() > 1)
-    assert longest_quotient < smallest_weight
-    [(_, divided_by_one)] = run_on_ranks(reduce_on_one_rank, 1, 1.0)
-    assert all(torch.equal(gradients[name], divided_by_one[name]) for name in gradients)
+THREE = Layout(accumulate=3)
+THREE_LAST = Layout(accumulate=3, reduction="last_microbatch")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("layout", "param_dtype", "copies"),
+    [
+        (Layout(), BF16, 0),
+        (THREE, BF16, 0),
+        (THREE_LAST, BF16, 2),  # the first gradient is cast to fp32, and the sum back
+        (THREE, FP32, 2 + 3 * 2),  # FSDP casts weights, and each gradient, and copies the results
+        (THREE_LAST, FP32, 2 + 3),  # as above, but sums gradients first
+    ],
+    ids=["bf16", "bf16, 3 micro-batches", "bf16, summed in fp32", "mixed", "mixed, summed first"],
+)
+def test_one_rank_copies_weights_and_gradients_only_to_cast_them(layout, param_dtype, copies):
+    assert run_on_ranks(copies_on_one_rank, 1, layout, BF16, param_dtype) == [copies]

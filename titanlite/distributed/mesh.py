@@ -26,8 +26,8 @@ class ParallelismConfig:
     # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free all-gathered weights after forward: less memory, one more all-gather;
-    # default: free those of all FSDP groups but the last; with pipeline parallel free none, but
-    # torch keeps at most three stages of a rank gathered
+    # default: free those of all FSDP groups but the last; with pipeline parallel, or on one rank,
+    # which only casts weights, free none, but torch keeps at most three stages of a rank gathered
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # reduce accumulated gradients after every micro-batch (least memory) or only after the last
     # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch
@@ -287,6 +287,7 @@ def connect_mesh(mesh: Mesh, device: torch.device, set_phase: Callable[[str], No
 # The dimensions of the experts' mesh inside a pipeline stage and replica, from the outermost: the
 # same ranks as [shard, context, tensor], divided in another way.
 EXPERT_DIMENSIONS = ("expert_shard", "expert", "expert_tensor")
+FSDP_DIMENSIONS = {"sharded", "expert_shard"}  # one is in the mesh of a weight that FSDP manages
 
 
 def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:

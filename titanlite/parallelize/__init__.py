@@ -27,7 +27,7 @@ from titanlite.parallelize.compile import (
     enable_async_tensor_parallel_fusion,
 )
 from titanlite.parallelize.context import apply_context_parallel
-from titanlite.parallelize.expert import apply_expert_parallel, expert_groups
+from titanlite.parallelize.expert import apply_expert_parallel, experts_on_own_mesh
 from titanlite.parallelize.float8 import (
     Float8Config,
     build_float8_scale_update,
@@ -148,9 +148,9 @@ def parallelize(
     if reshard == "default" and config.pipeline_parallel_degree > 1:
         reshard = "never"  # one all-gather for each of the micro-batches in a row would be too slow
     policy = FSDPPolicy(transforms.compute_dtype, reshard, transforms.cpu_offload)
-    experts = expert_groups(blocks, mesh.experts)
+    experts = experts_on_own_mesh(blocks, mesh.experts)
     # last: shards and casts what is still replicated
-    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, policy, experts)
+    apply_fsdp(model, before, blocks.values(), after, mesh, policy, experts)
 
 
 def _modules_around_blocks(model: nn.Module, path: str) -> tuple[list[nn.Module], list[nn.Module]]:

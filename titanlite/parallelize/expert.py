@@ -27,7 +27,6 @@ from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes, ModelSizes, ModelSpec, first_match
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, compute_experts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
-from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import (
     SEQUENCE_DIM,
@@ -88,15 +87,14 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
                 module.use_dispatch(partial(_dispatch, group))
 
 
-def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
-    """The experts that FSDP shards over other ranks than the blocks that they are in."""
-    of_block = {
+def experts_on_own_mesh(blocks: nn.ModuleDict, mesh: ExpertMesh) -> dict[nn.Module, nn.Module]:
+    """Block -> its experts, which FSDP shards over other ranks than the rest of the block."""
+    return {
         block: module.experts
         for block in blocks.values()
         for module in block.modules()
         if isinstance(module, MixtureOfExperts) and mesh.exchange is not None
     }
-    return ExpertGroups(mesh.fsdp, of_block)
 
 
 def _dispatch(

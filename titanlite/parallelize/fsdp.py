@@ -1,7 +1,7 @@
-"""FSDP2, applied in every layout and on one process too, where it only provides mixed precision.
+"""FSDP2, which shards weights, and casts them to the compute dtype in every layout.
 
-So mixed precision means the same everywhere: weights are stored in the param dtype and used in the
-compute dtype, and their gradients are reduced in the reduce dtype.
+On one rank it is applied only to weights that it has to cast or move: it would copy all others, and
+their gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,9 +22,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.mesh import FSDP_DIMENSIONS, Mesh
 
 REDUCE_DTYPE = torch.float32  # of gradients while they are reduced
 
@@ -35,17 +36,8 @@ class FSDPPolicy:
 
     compute_dtype: torch.dtype  # of all-gathered weights
     reshard_after_forward: Literal["default", "always", "never"]
-    # free gathered weights after forward; default: except the last group's, which backward
-    # needs first
+    # free gathered weights after forward; default: not the last group's, which backward needs first
     offload: bool  # keep shards of weights, gradients and optimizer state in host memory
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """FSDP groups inside of blocks: experts, which are sharded over other ranks than the rest."""
-
-    mesh: DeviceMesh  # [shard] or [replicate, shard]
-    of_block: Mapping[nn.Module, nn.Module]
 
 
 def apply_fsdp(
@@ -53,20 +45,34 @@ def apply_fsdp(
     before: Sequence[nn.Module],
     blocks: Iterable[nn.Module],
     after: Sequence[nn.Module],
-    mesh: DeviceMesh,
+    mesh: Mesh,
     policy: FSDPPolicy,
-    experts: ExpertGroups,
+    experts: Mapping[nn.Module, nn.Module],
 ) -> None:
     """Shard `before` as one group, each block, `after` as one group, then all remaining parameters.
 
-    `mesh` is [shard] or [replicate, shard]. The experts of a block are a group of their own, if
-    they are in `experts`.
+    `experts`: those of blocks that are sharded over ranks of their own, as groups of their own.
+    Parameters that need not be sharded, moved or cast stay as they are.
     """
-    offload_policy = OffloadPolicy()
-    if policy.offload:
-        offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
-    def shard(modules: nn.Module | list[nn.Module], frees: bool, mesh: DeviceMesh = mesh) -> None:
+    def needs_fsdp(parameters: set[nn.Parameter], mesh: DeviceMesh) -> bool:
+        to_float8 = any(hasattr(local_shard(p), "fsdp_pre_all_gather") for p in parameters)
+        casts = to_float8 or any(p.dtype != policy.compute_dtype for p in parameters)
+        return mesh.size() > 1 or policy.offload or casts
+
+    of_experts = {p for module in experts.values() for p in module.parameters()}
+    plain = set() if needs_fsdp(of_experts, mesh.experts.fsdp) else of_experts
+    experts = {} if plain else experts
+    if not (experts or needs_fsdp(set(model.parameters()) - plain, mesh.fsdp)):
+        return
+    cuda = mesh.fsdp.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=cuda) if policy.offload else OffloadPolicy()
+    frees_last = policy.reshard_after_forward == "always"
+    # One rank casts weights once a step, not in each forward and backward.
+    keeps = mesh.fsdp.size() * mesh.experts.fsdp.size() == 1 and not (policy.offload or frees_last)
+    frees = policy.reshard_after_forward != "never" and not keeps
+
+    def shard(modules: list[nn.Module], frees: bool, mesh: DeviceMesh = mesh.fsdp) -> None:
         fully_shard(
             modules,
             mesh=mesh,
@@ -76,22 +82,24 @@ def apply_fsdp(
             mp_policy=MixedPrecisionPolicy(
                 policy.compute_dtype, REDUCE_DTYPE, cast_forward_inputs=False
             ),
-            offload_policy=offload_policy,
+            offload_policy=offload,
+            ignored_params=plain,
         )
+        group: Any = modules[0]  # all have the same FSDP state
+        group.set_reshard_after_backward(not keeps, recurse=False)
+        # Gradients are summed: the loss is already divided by the tokens of the global batch.
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
+        # a factor for one rank would cost torch before 2.15 a second gradient
+        if mesh.size() > 1:
+            group.set_gradient_divide_factor(1.0)
 
-    frees = policy.reshard_after_forward != "never"
-    frees_last = policy.reshard_after_forward == "always"
-    for inner in experts.of_block.values():
-        shard(inner, frees, experts.mesh)
-    groups = [list(group) for group in (before, *([block] for block in blocks)) if group]
+    for module in experts.values():
+        shard([module], frees, mesh.experts.fsdp)
+    groups = [list(group) for group in (before, *([block] for block in blocks), after) if group]
     for group in groups:
-        shard(group, frees)
-    if after:
-        groups.append(list(after))
-        shard(groups[-1], frees_last)
-    shard(model, frees_last)
-    _disable_gradient_averaging(model, mesh, experts)
-    _prefetch_next_group([group[0] for group in groups], experts.of_block)
+        shard(group, frees_last if group == list(after) else frees)
+    shard([model], frees_last)
+    _prefetch_next_group([[g[0], *(experts[m] for m in g if m in experts)] for g in groups])
 
 
 def _place_shards(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
@@ -109,53 +117,69 @@ def sharded_dim_of_experts(shape: Sequence[int], ranks: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
-def _prefetch_next_group(
-    modules: Sequence[nn.Module], inner: Mapping[nn.Module, nn.Module]
-) -> None:
+def _prefetch_next_group(groups: Sequence[list[Any]]) -> None:
     """Start the all-gather of each group when the group before it starts to compute.
 
     In forward, FSDP2 would start it only after the host has launched all kernels of that group, so
-    the GPU would wait if it has caught up with the host. A block's `inner` group is gathered with
-    it. Inner groups prefetch nothing: where a block is recomputed, FSDP2 takes their second forward
-    for another step's.
+    the GPU would wait if it has caught up with the host. A group is a module, and the experts that
+    are gathered with it. Experts prefetch nothing: where a block is recomputed, FSDP2 takes their
+    second forward for another step's.
     """
-
-    def with_inner(module: nn.Module) -> list[Any]:
-        return [module, inner[module]] if module in inner else [module]
-
-    for module, next_module in pairwise(modules):
-        assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
-        module.set_modules_to_forward_prefetch(with_inner(next_module))
-        next_module.set_modules_to_backward_prefetch(with_inner(module))
+    for group, next_group in pairwise(groups):
+        group[0].set_modules_to_forward_prefetch(next_group)
+        next_group[0].set_modules_to_backward_prefetch(group)
 
 
-def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups) -> None:
-    """Sum gradients over ranks: the loss is already divided by the tokens of the global batch."""
-    inner = set(experts.of_block.values())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
-            own = experts.mesh if module in inner else mesh
-            # a factor for one rank would cost torch before 2.15 a second gradient
-            if own.size() > 1:
-                module.set_gradient_divide_factor(1.0)
+class GradientSums:
+    """Gradients of several micro-batches, of parameters without FSDP, in the reduce dtype."""
 
+    def __init__(self, models: Iterable[nn.Module]):
+        self._completes = False  # whether the next backward makes the sums gradients
+        self._sums: dict[nn.Parameter, Tensor | None] = {}
+        for parameter in (p for model in models for p in model.parameters()):
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            if mesh is None or FSDP_DIMENSIONS.isdisjoint(mesh.mesh_dim_names or ()):
+                self._sums[parameter] = None
+                parameter.register_post_accumulate_grad_hook(self._add)
 
-def accumulate_gradients(model: nn.Module) -> None:
-    """Add gradients that are still in the compute dtype to their sums in the reduce dtype.
+    def begin_microbatch(self, model: nn.Module, completes: bool) -> None:
+        """`completes`: its backward makes the sums gradients, or FSDP2 reduces its own."""
+        self._completes = completes
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(completes)
 
-    FSDP2 does so in its post-backward hook, which the second half of a split backward does not
-    always reach: the gradients of the next micro-batch would be added in the compute dtype. Since
-    torch 2.15 autograd itself accumulates in the reduce dtype (`grad_dtype`).
-    """
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        # Private, but what torch's own pipeline stage uses to reduce; a list since torch 2.13.
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (p for group in groups if group for p in group.fsdp_params):
-            if hasattr(parameter, "unsharded_grad_dtype"):  # torch 2.15
-                continue
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter) -> None:
+        grad, total = parameter.grad, self._sums[parameter]
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+            # autograd of DTensor returns a sharded embedding's gradient for all token ids
+            grad = parameter.grad = grad.redistribute(placements=parameter.placements)
+        if grad is None or (self._completes and total is None):
+            return
+        total = grad.to(REDUCE_DTYPE) if total is None else total.add_(grad)
+        done = total.to(parameter.dtype) if self._completes else None
+        parameter.grad, self._sums[parameter] = done, None if self._completes else total
+
+    def finish(self) -> None:
+        """Make the sums that are left the gradients of their parameters."""
+        for parameter, total in self._sums.items():
+            if total is not None:
+                parameter.grad, self._sums[parameter] = total.to(parameter.dtype), None
+
+    def add_from(self, stage_module: nn.Module) -> None:
+        """Add the gradients of a pipeline stage that are still in the compute dtype.
+
+        The second half of a split backward calls no hook of a weight, and does not always reach
+        FSDP2's post-backward hook: the gradients of the next micro-batch would be added in the
+        compute dtype. Since torch 2.15 FSDP2 lets autograd sum in the reduce dtype (`grad_dtype`).
+        """
+        for plain in filter(self._sums.__contains__, stage_module.parameters()):
+            self._add(plain)
+        for module in (m for m in stage_module.modules() if isinstance(m, FSDPModule)):
+            # Private, but what torch's own pipeline stage uses to reduce; a list since torch 2.13.
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (p for group in groups if group for p in group.fsdp_params):
+                if not hasattr(parameter, "unsharded_grad_dtype"):  # before torch 2.15
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec
-from titanlite.parallelize.fsdp import accumulate_gradients
+from titanlite.parallelize.fsdp import GradientSums
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.schedule import format_action, format_trace_name
 from titanlite.parallelize.tied import RankModel
@@ -88,18 +88,19 @@ class TrainStage(PipelineStage):
     activity = "pipeline"  # prefix of the names of profiler ranges
     _reduces_gradients = _splits_backward = True
     _documents: Sequence[DocumentIndex] = ()
+    _sums: GradientSums
 
     def prepare_run(
-        self, reduces_gradients: bool, splits_backward: bool, documents: Sequence[DocumentIndex]
+        self, sums: GradientSums, reduces: bool, splits: bool, documents: Sequence[DocumentIndex]
     ) -> None:
         """Set what the next run of the schedule does.
 
-        `reduces_gradients`: across ranks, or it only accumulates them. `splits_backward`: input and
-        weight gradients are computed in two actions if the schedule has two, or both in the first
-        one. `documents`: the index of the documents in each micro-batch; empty: without a mask.
+        `reduces`: gradients across ranks, or it only accumulates them. `splits`: input and weight
+        gradients are computed in two actions if the schedule has two, or both in the first one.
+        `documents`: the index of the documents in each micro-batch; empty: without a mask.
         """
-        self._reduces_gradients, self._splits_backward = reduces_gradients, splits_backward
-        self._documents = documents
+        self._reduces_gradients, self._splits_backward = reduces, splits
+        self._sums, self._documents = sums, documents
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, *others, **options):
         if self._documents:  # not an argument of the run: torch splits only tensors
@@ -111,14 +112,14 @@ class TrainStage(PipelineStage):
         whole = full_backward or not self._splits_backward
         with self._profiler_range("backward" if whole else "input", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
-        accumulate_gradients(self.submod)
+        self._sums.add_from(self.submod)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
         if not self._splits_backward:
             return
         with self._profiler_range("weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        accumulate_gradients(self.submod)
+        self._sums.add_from(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor):
         if self._reduces_gradients:

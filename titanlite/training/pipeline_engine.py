@@ -12,6 +12,7 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize import ShardedModel
+from titanlite.parallelize.fsdp import GradientSums
 from titanlite.parallelize.pipeline import (
     EvalStage,
     RankSchedule,
@@ -38,6 +39,7 @@ class PipelineEngine:
         self._sharded, self._tokens = sharded, tokens
         self._plan, self._mesh, self._device = plan, mesh, device
         self._reduce_every_run = reduce_every_run
+        self._sums = GradientSums(sharded.stage_modules.values())
         self._has_first_stage = 0 in sharded.stage_modules
         self._has_last_stage = len(plan.stages) - 1 in sharded.stage_modules
         # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
@@ -65,6 +67,7 @@ class PipelineEngine:
             last = number == len(runs) - 1
             set_phase("forward/backward")  # interleaved by the schedule
             total += self._run(TrainStage, self._plan, run, self._reduce_every_run or last)
+        self._sums.finish()
         for copy in self._sharded.tied_copies:
             copy.reduce_gradient()  # once a step: the sums of all micro-batches
         return total
@@ -101,7 +104,7 @@ class PipelineEngine:
         inputs, labels = batch.inputs, batch.labels
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
         for stage in rank_schedule.stages:
-            stage.prepare_run(reduce, self._sharded.splits_backward, batch.documents)
+            stage.prepare_run(self._sums, reduce, self._sharded.splits_backward, batch.documents)
         positions = self._tokens.positions(inputs, labels)
         self._losses = []
         arguments: list[Tensor] = []

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ShardedModel
+from titanlite.parallelize.fsdp import GradientSums
 from titanlite.training.batch import Batch, TokenSelector
 
 SetPhase = Callable[[str], None]
@@ -30,9 +31,9 @@ class SpmdEngine:
         device: torch.device,
         reduce_every_microbatch: bool = True,
     ):
-        assert isinstance(sharded.model, FSDPModule)  # FSDP2 in every layout, one rank included
         self._model, self._tokens, self._device = sharded.model, tokens, device
         self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
+        self._sums = GradientSums([sharded.model])
         self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
@@ -48,13 +49,15 @@ class SpmdEngine:
         microbatches = batch.split(self._microbatch_size)
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
-            self._model.set_requires_gradient_sync(self._reduce_every or last)
+            self._sums.begin_microbatch(self._model, self._reduce_every or last)
             set_phase("forward")
             # The only division: gradients just add up.
             loss = self._loss_of(microbatch) / divisor
             set_phase("backward")
             loss.backward()
             total += loss_terms(loss, self._output, divisor)
+        self._sums.finish()  # those without a gradient in the last micro-batch
+        reshard([self._model])  # the update makes the weights that one rank keeps out of date
         return total
 
     @torch.no_grad()

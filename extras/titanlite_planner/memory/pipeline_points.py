@@ -58,19 +58,21 @@ class _PipelineRank:
         self.parts, self.acts = parts, parts.activations
         self.of_torch = parts.layout.sharded == "parameters"
         self.compute, self.reduce = parts.numerics.gathered_bytes, parts.numerics.reduce_bytes
-        self.gathered = [self._elements(stage) * self.compute for stage in parts.stages]
+        copied = self.compute if parts.uses_fsdp else 0
+        self.gathered = [self._elements(stage) * copied for stage in parts.stages]
         ends = sum((not stage.embedding) + (not stage.output) for stage in parts.stages)
         # torch's pipelining has a buffer for each micro-batch, others have one
         buffers = ends * (microbatches if self.of_torch else 1)
         self.received = buffers * parts.activations.residual
         self.shards = 0.0  # gradients of earlier runs of the schedule
-        if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
+        reduces_each_run = parts.layout.reduce_every_microbatch and parts.uses_fsdp
+        if parts.layout.runs > 1 and reduces_each_run:
             self.shards = parts.all.sharded * parts.numerics.gradient_bytes
         self.saved = [self._saved(stage) for stage in parts.stages]
         self.waiting = [self._output_gradients(stage) for stage in parts.stages]
         self.unsharded = [self._unsharded(stage) for stage in parts.stages]
         # of each stage after its last backward: torch reduces its gradients at once
-        self.reduces = parts.layout.runs == 1 or parts.layout.reduce_every_microbatch
+        self.reduces = parts.layout.runs == 1 or reduces_each_run
         share = 0.0
         if sum(self.unsharded):
             share = parts.all.sharded * parts.numerics.gradient_bytes / sum(self.unsharded)
@@ -119,7 +121,8 @@ class _PipelineRank:
 
     def _unsharded(self, stage: StageParts) -> float:
         """Gradients of a stage after its first backward; the embedding's for all ids (DTensor)."""
-        return self._elements(stage, self.parts.layout.tensor) * self.reduce * self.of_torch
+        embeddings = self.parts.layout.tensor if self.parts.uses_fsdp else 1
+        return self._elements(stage, embeddings) * self.reduce * self.of_torch
 
     def _output_gradients(self, stage: StageParts) -> float:
         """What the input gradients of a stage leave for the weight gradients: the gradients of the
@@ -314,6 +317,8 @@ class _PipelineRank:
         Each group's parameters and gradients are freed, and its sharded gradient stays. DTensor
         copies the tensor rank's shard of the embedding's gradient first.
         """
+        if not self.parts.uses_fsdp:
+            return []
         parts, points, sharded = self.parts, [], 0.0
         at = "when gradients are reduced"
         for group, count, last in (

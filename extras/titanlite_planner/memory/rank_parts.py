@@ -140,7 +140,9 @@ class RankParts:
             state = 0.0
         if self.layout.sharded == "parameters":
             # the copy's gradient is freed, unless FSDP has reduced it together with the norm's
-            alone = any(stage.output and not stage.norm for stage in self.stages)
+            alone = not self.uses_fsdp or any(
+                stage.output and not stage.norm for stage in self.stages
+            )
             freed = self.copy.sharded if alone else 0
             grads = (total.sharded - freed) * numerics.gradient_bytes
             return total.sharded * numerics.parameter_bytes, grads, state
@@ -166,6 +168,14 @@ class RankParts:
     def all_gathers(self) -> bool:
         """Whether FSDP has other ranks to gather parameters from."""
         return self.layout.shard * self.layout.context > 1
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether weights are sharded, cast or moved; others are used as they are."""
+        numerics, of_torch = self.numerics, self.layout.sharded == "parameters"
+        one_rank = not self.all_gathers and self.layout.replicate == self.layout.expert_shard == 1
+        same = numerics.gathered_bytes == numerics.parameter_bytes and not numerics.float8_gather
+        return of_torch and not (one_rank and same and not self.workload.offload_parameters)
 
     def _dense_blocks(self, stage: StageParts) -> int:
         """Blocks of a stage that have no experts, although others have."""
@@ -232,6 +242,8 @@ class RankParts:
         input is made, but for the last parameter's, of `last` elements. Without other ranks, FSDP2
         copies the input, and in HSDP a quotient of it as well (`foreach_reduce`).
         """
+        if not self.uses_fsdp:
+            return 0.0
         reduce = self.numerics.reduce_bytes
         after = group.sharded * reduce
         if self.all_gathers:

@@ -23,6 +23,7 @@ class _Step:
         self.parts, self.acts = parts, parts.activations
         layout, numerics = parts.layout, parts.numerics
         self.compute, self.reduce = numerics.gathered_bytes, numerics.reduce_bytes
+        self.input = self.reduce if parts.uses_fsdp else 0  # bytes of an element to be reduced
         self.blocks = parts.stages[0].blocks
         self.never = not layout.reshard_after_forward
         accumulates, every = layout.n_microbatches > 1, layout.reduce_every_microbatch
@@ -35,7 +36,14 @@ class _Step:
         self.of_loss = parts.common.tied.gathered * self.compute if parts.parts.tied else 0.0
 
     def _gathered(self, *groups: float, freed: float = 0.0) -> float:
-        """Bytes of gathered groups, given in elements; with "never", of all that are not freed."""
+        """Bytes of gathered groups, given in elements; with "never", of all that are not freed.
+
+        One rank frees none, and has none of weights that it need not cast.
+        """
+        if not self.parts.uses_fsdp:
+            return 0.0
+        if self.never and not self.parts.all_gathers and self.parts.layout.replicate == 1:
+            freed = 0.0
         elements = self.parts.all.gathered - freed if self.never else self.root + sum(groups)
         return elements * self.compute
 
@@ -122,7 +130,7 @@ class _Step:
             StepPoint(
                 at,
                 gradients=self.shards or new,
-                unsharded_gradients=accumulated + before * self.reduce + gradients,
+                unsharded_gradients=accumulated + before * self.input + gradients,
                 gathered=self._gathered(block.gathered, ahead, freed=passed.gathered),
                 activations=alive + temporaries,
             ),
@@ -151,7 +159,7 @@ class _Step:
                 "in the backward of the embedding",
                 gradients=self.shards or others,
                 unsharded_gradients=self._accumulated(passed)
-                + self._reduced_last(0) * self.reduce
+                + self._reduced_last(0) * self.input
                 + self.of_loss
                 + max(parts.embedding_gradient, parts.embedding_shard + sum_of_shards),
                 gathered=self._gathered(0 if self.root else embedding.gathered, freed=passed),
