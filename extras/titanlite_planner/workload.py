@@ -15,7 +15,9 @@ from titanlite_planner.model_shape import ModelShape
 Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
 # "selective": every k-th block; "per_operation": all operations but attention and every second
 # matmul; "attention": the core attention of every block (Megatron's selective recomputation);
-# "memory_budget": the compiler stores the fraction `stored_activations`
+# "memory_budget": the compiler stores at most the fraction `stored_activations`, and recomputes
+# pointwise operations first
+POINTWISE_BUDGET = 0.99  # with which the compiler recomputes pointwise operations only
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
 ScheduleActions = tuple[tuple[PipelineAction, ...], ...]  # of each pipeline rank
 

@@ -271,15 +271,15 @@ def test_validation_without_gradients_copies_nothing(recorder):
 @pytest.mark.parametrize(
     "settings, text",
     [
-        ({"mode": "none"}, "off"),
-        ({"mode": "full"}, "full"),
-        ({"selective_ac_option": "1"}, "selective, every block"),
-        ({"selective_ac_option": "2"}, "selective, every 2nd block"),
-        ({"selective_ac_option": "21"}, "selective, every 21-th block"),
-        ({"mode": "memory_budget"}, "compiler-selected, memory budget 0.5"),
+        ({"mode": "none"}, "off; all activations are stored"),
+        ({"mode": "full"}, "every block; of it, only the input is stored"),
+        ({"selective_ac_option": "1"}, "every block; of it, only the input is stored"),
+        ({"selective_ac_option": "2"}, "every 2nd block; of it, only the input is stored"),
+        ({"selective_ac_option": "21"}, "every 21-th block; of it, only the input is stored"),
+        ({"mode": "memory_budget"}, "norms and activations; more until 0.5 of a block is stored"),
         (
-            {"mode": "full", "offload": True},
-            "full; saved activations offloaded to host memory",
+            {"mode": "none", "offload": True},
+            "off; all activations are stored; stored activations are in host memory",
         ),
     ],
 )

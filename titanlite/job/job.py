@@ -221,11 +221,18 @@ class Job:
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",
             "compile": str(config.compile) if config.compile.enable else "",
-            "recompute": str(config.activation_checkpoint),
+            "recompute": str(config.activation_checkpoint) + self._describe_repeated_flops(),
             "output": str(self.folder),
         }
         shown = [f"  {name:<11}{text}" for name, text in lines.items() if text]
         return "\n".join([config.job.description, *shown])
+
+    def _describe_repeated_flops(self) -> str:
+        """What recomputing whole blocks adds to the FLOPs of a step."""
+        costs = self.spec.module_flops(self.sizes, self.config.training.seq_len)
+        section, path = self.config.activation_checkpoint, self.spec.blocks_path
+        again = [costs[f"{path}.{n}"] for n in range(self.sizes.n_layers) if section.recomputes(n)]
+        return f"; {sum(again) / 3 / self.flops_per_token:.0%} more FLOPs" if again else ""
 
     def _describe_experts(self) -> str:
         if (experts := self.spec.experts(self.sizes)) is None:

@@ -14,11 +14,7 @@ import torch._functorch.config  # not imported by `import torch`
 import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy
 
 from titanlite.errors import ConfigError
 from titanlite.kernels import grouped  # noqa: F401  # which registers operators of MATMULS
@@ -46,31 +42,32 @@ class ActivationCheckpointConfig:
     debug: bool = False  # show traces of forward and recomputation if their shapes differ
 
     def __str__(self) -> str:
-        option = self.selective_ac_option
-        ordinal = {"2": "2nd", "3": "3rd"}.get(option, f"{option}-th")
-        description = {
-            "none": "off",
-            "full": "full",
-            "memory_budget": f"compiler-selected, memory budget {self.memory_budget:g}",
-            "selective": f"selective, every {'' if option == '1' else ordinal + ' '}block",
-        }[self.mode]
-        if self.per_operation:
-            description = "selective, all operations but attention and every 2nd matmul"
-        return description + "; saved activations offloaded to host memory" * self.offload
+        option = "1" if self.mode == "full" else self.selective_ac_option
+        ordinal = {"1": "", "2": "2nd ", "3": "3rd "}.get(option, f"{option}-th ")
+        text = f"every {ordinal}block; of it, only the input is stored"
+        if self.mode == "none":
+            text = "off; all activations are stored"
+        elif self.mode == "memory_budget":
+            text = f"norms and activations; more until {self.memory_budget:g} of a block is stored"
+        elif self.per_operation:
+            text = "in every block, all operations but attention and every 2nd matmul"
+        return text + "; stored activations are in host memory" * self.offload
 
     @property
     def per_operation(self) -> bool:
         """Whether individual operations are checkpointed, in place of blocks."""
         return self.mode == "selective" and self.selective_ac_option == "op"
 
+    def recomputes(self, block: int) -> bool:
+        """Whether the whole of block number `block` is recomputed."""
+        by_block = self.mode == "selective" and not self.per_operation
+        return self.mode == "full" or (by_block and block % int(self.selective_ac_option) == 0)
+
 
 def checkpoint_blocks(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
     """Save only the inputs of every block, or of every k-th block."""
-    if config.mode not in ("full", "selective") or config.per_operation:
-        return
-    every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for number, block in blocks.items():
-        if int(number) % every == 0:
+        if config.recomputes(int(number)):
             block.forward = _checkpointed(block.forward, config)
 
 
@@ -94,19 +91,20 @@ def set_memory_budget(config: ActivationCheckpointConfig) -> None:
     # No public API in torch 2.11 to 2.15; the compiler's documentation names this setting.
     budget = config.memory_budget if config.mode == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
+    # With TP, the mesh is an input of the graph. Torch 2.13 raises: it might hold activations.
+    if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
+        torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def _checkpointed(
-    forward: Callable, config: ActivationCheckpointConfig, **options: Any
-) -> Callable:
+def _checkpointed(forward: Callable, config: ActivationCheckpointConfig, **more: Any) -> Callable:
     return partial(
-        checkpoint,
+        checkpointing.checkpoint,
         forward,
         use_reentrant=False,
         preserve_rng_state=False,  # the models draw no random numbers
         early_stop=False,  # recompute whole blocks, as torchtitan does by default
         debug=config.debug,
-        **options,
+        **more,
     )
 
 
@@ -145,7 +143,7 @@ def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
                 save = matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return checkpointing.create_selective_checkpoint_contexts(policy)
 
 
 @contextmanager
@@ -178,13 +176,11 @@ def check_activation_checkpoint(
         yield ConfigError(
             f'{mode} = "memory_budget": only the compiler implements it, and blocks are not'
             " compiled.",
-            fix='Set compile.enable = true with "model" among compile.components, or use another'
-            " mode.",
+            fix='Set compile.enable = true, with "model" among compile.components.',
         )
     if config.offload and config.per_operation:
         yield ConfigError(
             f'activation_checkpoint.offload = true with {option_key} = "op": torch stores what "op"'
             " saves in its own cache, which cannot be offloaded.",
-            fix=f'Set activation_checkpoint.offload = false, {mode} = "full", or {option_key} to a'
-            ' number of blocks such as "2".',
+            fix=f"Set activation_checkpoint.offload = false, or {option_key} to a number.",
         )

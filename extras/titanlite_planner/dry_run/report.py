@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from titanlite.log import pluralize
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
 from titanlite_planner.dry_run.ranks import RankStep, check_dry_run, dry_run
+from titanlite_planner.job_workload import workload_of
+from titanlite_planner.recomputation import describe_recomputation
 
 
 def report_dry_run(job: Job) -> Iterator[str]:
@@ -20,6 +23,7 @@ def report_dry_run(job: Job) -> Iterator[str]:
     ranks = pluralize(job.degrees.ranks, "rank")
     yield f"dry run: {job.degrees}, {ranks}; bytes are those of one rank, in eager mode and without"
     yield "the allocator's overhead"
+    yield describe_recomputation(dataclasses.replace(workload_of(job), compiled=False))
     steps: list[RankStep] = []
     for step in dry_run(job):
         steps.append(step)

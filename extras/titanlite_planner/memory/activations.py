@@ -167,6 +167,44 @@ class BlockActivations:
         )
 
     @cached_property
+    def pointwise(self) -> float:
+        """What pointwise operations compute in a compiled block: they can be recomputed cheaply.
+
+        The inputs of matmuls after a norm, and the activation of the feed-forward layer. Inputs
+        that tensor ranks gather are not among them: the compiler recomputes no collective.
+        Experts are not compiled.
+        """
+        normed = 0.0 if self._tensor > 1 else self.normed
+        if self.experts:
+            return normed if self.experts.gathers else 0.0
+        return 2 * normed + self.feed_forward
+
+    @cached_property
+    def recomputed_beyond_pointwise(self) -> float:
+        """Under a memory budget, the fraction of the activations that needs other operations."""
+        if self.workload.recompute != "memory_budget":
+            return 0.0
+        missing = 1 - self.workload.stored_activations
+        return 0.0 if missing * self._budgeted <= self.pointwise else missing
+
+    @cached_property
+    def _budgeted(self) -> float:
+        """What the compiler saves without a budget, beside the block's input."""
+        return self.all_saved - self.residual - (self.experts.saved if self.experts else 0.0)
+
+    @cached_property
+    def within_budget(self) -> float:
+        """What the compiler saves of a block under a memory budget.
+
+        If pointwise operations suffice, it recomputes all of them, whatever the budget
+        (`choose_saved_values_set` in torch/_functorch/partitioners.py, torch 2.13).
+        """
+        if self.workload.stored_activations == 1:
+            return self.all_saved
+        beyond = self.recomputed_beyond_pointwise
+        return self.all_saved - (beyond * self._budgeted if beyond else self.pointwise)
+
+    @cached_property
     def per_operation(self) -> float:
         """All operations but attention and every second matmul are recomputed."""
         # eager blocks save the output of the last matmul, too, which backward does not need
@@ -189,8 +227,7 @@ class BlockActivations:
         if recompute == "per_operation":
             return self.per_operation
         if recompute == "memory_budget":
-            stored = self.workload.stored_activations
-            return self.residual + stored * (self.all_saved - self.residual)
+            return self.within_budget
         if recompute == "attention":
             return self.all_saved - (0.0 if self.workload.fused_attention else self._scores)
         return self.residual

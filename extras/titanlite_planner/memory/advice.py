@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 from titanlite.job import Job
 from titanlite.job.read import check_job
 from titanlite.runtime.out_of_memory import GIB
+from titanlite_planner.job_workload import workload_of
 from titanlite_planner.memory.job import estimate_job_memory
+from titanlite_planner.recomputation import describe_recomputation
+from titanlite_planner.workload import POINTWISE_BUDGET
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,14 @@ def _candidate_changes(job: Job, on_gpu: bool) -> Iterator[_Change]:
             "training.global_batch_size": job.global_batch,
         }
         yield _Change(half_batch, "more accumulation steps, the same result")
-    if config.activation_checkpoint.mode != "full":
+    mode = config.activation_checkpoint.mode
+    if mode == "none" and config.compile.compiles("model"):
+        budget = {
+            "activation_checkpoint.mode": "memory_budget",
+            "activation_checkpoint.memory_budget": POINTWISE_BUDGET,
+        }
+        yield _Change(budget, "recomputes norms and activation functions, and no matmul")
+    if mode != "full":
         full = {"activation_checkpoint.mode": "full"}
         yield _Change(full, "recomputes every block: about a third more compute")
     yield _Change({"loss.chunk_tokens": 1024}, "smaller matmuls")
@@ -129,6 +139,7 @@ def describe_memory(job: Job) -> list[str]:
         f"estimated peak of the largest rank: {estimate.total / GIB:.3g} GiB, of it activations"
         f" {estimate.activations / GIB:.3g}, logits and loss {estimate.logits / GIB:.3g},"
         f" parameters gathered by FSDP {estimate.gathered / GIB:.3g}",
+        describe_recomputation(workload_of(job)),
         "settings that would lower it (estimates, each alone):",
         *(f"{saving}" for saving in savings),
     ]

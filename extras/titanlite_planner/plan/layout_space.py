@@ -25,12 +25,13 @@ from titanlite.parallelize.pipeline_plan import SPLIT_BACKWARD_SINCE
 from titanlite.parallelize.schedule import SCHEDULES, assign_stages, required_microbatches
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.tensor import check_tensor_parallel
-from titanlite_planner.workload import Recompute, Workload
+from titanlite_planner.workload import POINTWISE_BUDGET, Recompute, Workload
 
 MAX_STAGES_PER_RANK = 8  # more are not searched: transfers grow, and the bubble hardly shrinks
 MATMUL_CHOICES = ("bf16", "float8", "float8 gather")  # the last all-gathers weights in Float8 too
 RECOMPUTES: dict[str, tuple[Recompute, int]] = {  # by what they are called; (kind, every k-th)
     "none": ("none", 1),
+    "pointwise": ("memory_budget", 1),  # of compiled blocks
     "every 8th block": ("selective", 8),
     "every 4th block": ("selective", 4),
     "every 3rd block": ("selective", 3),
@@ -68,7 +69,7 @@ class StepOptions:
 
 def recomputes_no_less(one: str, other: str) -> bool:
     """Whether `one` recomputes everything that `other` does."""
-    if one == other or other == "none" or one == "full":
+    if one == other or other == "none" or one == "full" or (one, other) == ("op", "pointwise"):
         return True
     kinds = RECOMPUTES[one], RECOMPUTES[other]
     by_block = all(kind == "selective" for kind, _ in kinds)
@@ -110,6 +111,7 @@ class LayoutSpace:
     # what is not searched: a degree, "micro_batch", "schedule", "stages_per_rank", or a field of
     # StepOptions, with its value
     trusted: bool = False  # whether only what published runs have is searched
+    compiled: bool = True
 
     def frames(self) -> Iterator[Frame]:
         """Legal degrees and micro-batches, with at least one schedule each."""
@@ -146,11 +148,14 @@ class LayoutSpace:
         """The legal options, so that each comes after those that cost less."""
         splits = frame.degrees.pipeline > 1 and SCHEDULES[schedule].splits_backward
         gathers = frame.degrees.shard * frame.degrees.context > 1
-        if (splits, gathers) not in self._known_options:
-            self._known_options[splits, gathers] = self._options(splits, gathers)
-        return self._known_options[splits, gathers]
+        # compiled blocks in Float8 recompute these anyway; with a budget, attention too
+        pointwise = self.compiled and frame.precision == "bf16"
+        key = splits, gathers, pointwise
+        if key not in self._known_options:
+            self._known_options[key] = self._options(*key)
+        return self._known_options[key]
 
-    def _options(self, splits: bool, gathers: bool) -> list[StepOptions]:
+    def _options(self, splits: bool, gathers: bool, pointwise: bool) -> list[StepOptions]:
         found = [
             StepOptions(recompute, activations, optimizer, reshard)
             for recompute in self.values("recompute", RECOMPUTES)
@@ -158,6 +163,7 @@ class LayoutSpace:
             for optimizer in self.values("offload_optimizer", (False, True))
             for reshard in self.values("reshard", (False, True))
             if not (recompute == "op" and activations)  # check_activation_checkpoint
+            and (pointwise or recompute != "pointwise")
             # plan_pipeline refuses it where the backward is split, which recomputation prevents
             and not (reshard and ((splits and recompute == "none") or not gathers))
             and (self.has_optimizer_offload or not optimizer)
@@ -191,6 +197,7 @@ class LayoutSpace:
             layout=layout,
             recompute=kind,
             recompute_every=every,
+            stored_activations=POINTWISE_BUDGET if kind == "memory_budget" else 1.0,
             offload_activations=options.offload_activations,
             offload_optimizer=options.offload_optimizer or base.offload_optimizer,
         )
@@ -214,7 +221,7 @@ class LayoutSpace:
         return {}
 
     @cached_property
-    def _known_options(self) -> dict[tuple[bool, bool], list[StepOptions]]:
+    def _known_options(self) -> dict[tuple[bool, bool, bool], list[StepOptions]]:
         return {}
 
     def values(self, name: str, default: Iterable[Any]) -> list[Any]:

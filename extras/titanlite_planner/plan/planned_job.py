@@ -12,6 +12,7 @@ from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import SECTION as FLOAT8_SECTION
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite_planner.plan.layout_space import RECOMPUTES, LayoutChoice, balanced_stages
+from titanlite_planner.workload import POINTWISE_BUDGET
 
 PER_STAGE = "pipeline_parallel_layers_per_stage"
 SEARCHED = {  # settings that the search chooses, and the names by which they can be fixed
@@ -29,6 +30,7 @@ SEARCHED = {  # settings that the search chooses, and the names by which they ca
     "training.local_batch_size": "micro_batch",
     "activation_checkpoint.mode": "recompute",
     "activation_checkpoint.selective_ac_option": "recompute",
+    "activation_checkpoint.memory_budget": "recompute",
     "activation_checkpoint.offload": "offload_activations",
     "optimizer.offload": "offload_optimizer",
 }
@@ -107,6 +109,8 @@ def _recompute_keys(choice: LayoutChoice) -> dict[str, Any]:
     keys: dict[str, Any] = {"mode": kind, "offload": choice.options.offload_activations}
     if kind == "per_operation":
         keys |= {"mode": "selective", "selective_ac_option": "op"}
+    elif kind == "memory_budget":
+        keys["memory_budget"] = POINTWISE_BUDGET
     elif kind == "selective":
         keys["selective_ac_option"] = str(every)
     return keys

@@ -20,6 +20,7 @@ from titanlite_planner.plan.cost import RunCost, estimate_cost
 from titanlite_planner.plan.layout_space import LayoutChoice
 from titanlite_planner.plan.request import PlanRequest
 from titanlite_planner.plan.search import PlannedLayout, SearchCounts
+from titanlite_planner.recomputation import describe_recomputation
 from titanlite_planner.time.efficiency import find_efficiency
 from titanlite_planner.time.kernels import ALIGNMENT, KernelTimes
 
@@ -231,7 +232,8 @@ def _parts_of_best(step: PlannedLayout) -> Iterator[str]:
     mode = "compiled" if step.workload.compiled else "eager"
     yield f"memory of layout 1, GiB, {mode}, {memory.reason}"
     yield from _text_bars({part_title(n): part / GIB for n, part in memory_parts(memory).items()})
-    if step.workload.compiled:
+    yield f"  {describe_recomputation(step.workload)}"
+    if step.workload.compiled and step.workload.recompute != "memory_budget":
         yield f"  eager, as its dry run counts it: {eager_bytes(step) / GIB:.1f} GiB"
 
 

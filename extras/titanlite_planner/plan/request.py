@@ -138,6 +138,7 @@ class _ArgumentReader:
             precisions=precisions,
             fixed=fixed,
             trusted=arguments.trusted,
+            compiled=base.compile.compiles("model"),
         )
         default = arguments.tokens is None
         if default:

@@ -84,7 +84,7 @@ def test_the_degrees_and_schedules_are_those_that_train_py_accepts(base):
 
 def test_the_options_are_those_that_train_py_accepts(base):
     config, _ = load_config(JobConfig, [*SIZES, "--training.seq_len", "96"], MOVED)
-    space = space_of(base)
+    space = space_of(base, compiled=False)
     frame = Frame(Degrees(2, 2, 1, 1, 3), 1, 6)
     for schedule, stages in (("1F1B", 1), ("ZBVZeroBubble", 2)):
         if schedule not in {name for name, _ in space.schedules(frame)}:

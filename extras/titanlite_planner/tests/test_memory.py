@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from tests.parallelize.test_schedule import as_csv
+from titanlite.distributed.mesh import build_mesh
 from titanlite.job import read_job
 from titanlite.optim import MatrixFacts, build_optimizer
+from titanlite.parallelize import ParallelLayout, build_parallel_modules
+from titanlite.parallelize.activation_checkpoint import (
+    ActivationCheckpointConfig,
+    set_memory_budget,
+)
+from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.schedule import build_schedule_order
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
+from titanlite_planner.dry_run.fake_ranks import fake_rank
 from titanlite_planner.job_workload import workload_of
 from titanlite_planner.memory.activations import BlockActivations
 from titanlite_planner.memory.advice import memory_savings
 from titanlite_planner.memory.job import estimate_job_memory
 from titanlite_planner.memory.schedule_states import ScheduleState, _largest, schedule_states
 from titanlite_planner.stages import stages_in_flight
+
+VIEWS = {
+    getattr(torch.ops.aten, name)
+    for name in ("alias", "detach", "view", "_unsafe_view", "permute", "t", "transpose", "reshape")
+}
 
 
 def job_of(run_toml, *argv, ranks=1):
@@ -223,3 +241,70 @@ def test_a_state_with_freed_parameters_does_not_replace_one_that_has_them():
     has_all = ScheduleState("backward", 0, (1, 0), (True, False), (0, 0), (False, False))
     has_fewer = has_all._replace(reduced=(False, True))
     assert _largest([has_fewer, has_all]) == {has_all, has_fewer}
+
+
+def count_saved_bytes(job) -> int:
+    """Bytes that the forward of a job's only block saves on rank 0, if it is compiled.
+
+    The compiler's partitioner decides, on a CPU as for a GPU; nothing is generated.
+    """
+    forwards = []
+
+    def keep(graph, inputs):
+        forwards.append(graph)
+        return graph.forward
+
+    def compile_only(module, inputs):
+        partition = partial(min_cut_rematerialization_partition, compiler="inductor")
+        compiler = aot_autograd(
+            fw_compiler=keep,
+            bw_compiler=lambda graph, inputs: graph.forward,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        return compiler(module, inputs)
+
+    torch._dynamo.reset()
+    training = job.config.training
+    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    with fake_rank(0, job.degrees.ranks):
+        mesh = build_mesh(job.degrees, "cpu")
+        layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
+        transforms = dataclasses.replace(
+            job.transforms, compile=CompileConfig(True, ["model"], backend=compile_only)
+        )
+        modules = build_parallel_modules(job.spec, job.sizes, layout, transforms)
+        modules.materialize(torch.device("cpu"), seed=0).model(tokens, labels=tokens)
+    set_memory_budget(ActivationCheckpointConfig(mode="none"))
+    (forward,) = forwards
+    return saved_by_graph(forward)
+
+
+def saved_by_graph(forward) -> int:
+    """Bytes of the outputs after the first, without parameters and the embedding of positions."""
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    saved = [n for n in output.args[0][1:] if isinstance(getattr(n, "meta", {}).get("val"), Tensor)]
+    known, total = set(), 0
+    for node in saved:
+        value = node.meta["val"]
+        source = node
+        while getattr(source.target, "overloadpacket", None) in VIEWS:
+            source = source.args[0]
+        is_input = source.op == "placeholder" and value.dtype == torch.bfloat16 and value.dim() == 3
+        if source not in known and (source.op != "placeholder" or is_input):
+            total += value.numel() * value.element_size()
+        known.add(source)
+    return total
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.99])
+@pytest.mark.parametrize("family, tensor", [("llama3", 1), ("qwen3", 1), ("llama3", 2)])
+def test_a_compiled_block_saves_what_is_estimated(family, tensor, budget, run_toml):
+    sizes = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "hidden_dim": 192}
+    argv = [f"--model.{name}={size}" for name, size in sizes.items()]
+    argv += [f"--model.name={family}", "--model.n_layers=1", "--compile.enable=true"]
+    argv += [f"--parallelism.tensor_parallel_degree={tensor}", "--job.device=cpu"]
+    argv += ["--training.mixed_precision_param=bfloat16", "--training.seq_len=32"]
+    argv += ["--activation_checkpoint.mode=memory_budget"]
+    job = job_of(run_toml, *argv, f"--activation_checkpoint.memory_budget={budget}", ranks=tensor)
+    assert count_saved_bytes(job) == BlockActivations(workload_of(job)).saved(0)

@@ -71,8 +71,10 @@ def _recomputed(case: BlockCase, passes: Passes, attention: Passes) -> Seconds:
         return Seconds().plus(passes.forward, 1 / max(1, case.recompute_every))
     if case.recompute == "attention":
         return attention.forward
-    if case.recompute == "memory_budget":
-        return Seconds().plus(passes.forward, 1 - case.stored_activations)
+    if case.recompute == "memory_budget":  # the kernels of backward also write their results
+        written, beyond = case.recomputed
+        again = Seconds().plus(passes.forward, beyond)
+        return again if beyond else Seconds(memory=case.kernels.memory_bound(written))
     if case.recompute == "per_operation":  # every second matmul, and what is memory-bound
         forward = passes.forward
         return Seconds(matmul=forward.matmul / 2, memory=forward.memory, tensor=forward.tensor / 2)

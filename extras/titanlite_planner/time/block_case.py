@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from titanlite_planner.memory.activations import BlockActivations
 from titanlite_planner.model_shape import ModelShape
 from titanlite_planner.time.collectives import CollectiveTimes
 from titanlite_planner.time.kernels import KernelTimes
@@ -73,7 +74,9 @@ class BlockCase:
     numerics: Numerics
     recompute: Recompute
     recompute_every: int
-    stored_activations: float
+    recomputed: tuple[float, float]
+    # under a memory budget: bytes that pointwise operations compute again, and the fraction of the
+    # forward beyond them
     compiled: bool
     fused_attention: bool
     attention_kernel: str
@@ -103,6 +106,13 @@ def _accumulates(layout: Layout) -> bool:
     return layout.n_microbatches > 1
 
 
+def _recomputed_within_budget(workload: Workload) -> tuple[float, float]:
+    if workload.recompute != "memory_budget" or workload.stored_activations == 1:
+        return 0.0, 0.0
+    activations = BlockActivations(workload)
+    return activations.pointwise, activations.recomputed_beyond_pointwise
+
+
 def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
     """The case of a workload."""
     layout: Layout = workload.layout
@@ -116,7 +126,7 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.numerics,
         workload.recompute,
         workload.recompute_every,
-        workload.stored_activations,
+        _recomputed_within_budget(workload),
         workload.compiled,
         workload.fused_attention,
         workload.attention_kernel,
