@@ -37,8 +37,10 @@ STATES = (  # in order of precision; the first that fits is used
     Choice("bf16 parameters, 8-bit moments", {**BF16, **EIGHT_BIT}),
 )
 MODE, EVERY = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+BUDGET, COMPILED = "activation_checkpoint.memory_budget", {"compile.enable": "true"}
 RECOMPUTE = (  # costs more time than lower precision, so every precision is tried before the next
     Choice("no recomputation", {MODE: "none"}),
+    Choice("norms and activations recomputed", {**COMPILED, MODE: "memory_budget", BUDGET: "0.99"}),
     Choice("every 2nd block recomputed", {MODE: "selective", EVERY: "2"}, 0.5),
     Choice("all blocks recomputed", {MODE: "full"}, 1.0),
 )
@@ -58,10 +60,14 @@ class Plan:
         return {**self.state.settings, **self.recompute.settings, **micro_batch}
 
 
-def plans(seq_len: int, usable: float, peak_bytes: Callable[[Plan], float]) -> Iterator[Plan]:
+def plans(
+    seq_len: int, usable: float, compiled: bool, peak_bytes: Callable[[Plan], float]
+) -> Iterator[Plan]:
     """Plans whose `peak_bytes` are at most `usable`, the best first."""
     counts = range(MAX_TOKENS // seq_len, max(1, MIN_TOKENS // seq_len) - 1, -1)
     for recompute in RECOMPUTE:
+        if COMPILED.items() <= recompute.settings.items() and not compiled:
+            continue
         for state in STATES:
             tried = (Plan(state, recompute, count) for count in counts)
             largest = next((plan for plan in tried if peak_bytes(plan) <= usable), None)

@@ -70,6 +70,8 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/log.py: logger.propagate": "API of the logging module",
     "titanlite/parallelize/activation_checkpoint.py: "
     "torch._functorch.config.activation_memory_budget": "torch setting",
+    "titanlite/parallelize/activation_checkpoint.py: "
+    "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "torch setting",
     "titanlite/parallelize/compile.py: torch._dynamo.config.recompile_limit": "torch setting",
     "titanlite/parallelize/compile.py: torch._inductor.config._micro_pipeline_tp": "torch setting",
     "titanlite/parallelize/compile.py: cpu_vec_isa.VecISA._probe_load": (
