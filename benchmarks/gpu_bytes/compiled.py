@@ -129,7 +129,7 @@ def _evaluate(text: str, known: dict[str, Any]) -> int | None:
 
 
 def _instructions(kernel: CachingAutotuner, arguments: list[int | None]) -> float:
-    """Warp instructions of one call with these arguments, in the kernel's first configuration."""
+    """Warp instructions of one call with these arguments, in the configuration that is compiled."""
     result = kernel.compile_results[0]
     blocks, names = result.config.kwargs, list(kernel.triton_meta["signature"])
     sizes = dict(zip(names, arguments, strict=False))

@@ -4,8 +4,9 @@ A program of its own, because torch caches the properties of the device in many 
 
     python -m tests.cuda_trace.compile_for_target 8.0
 
-prints one JSON object, {case: {"kernels": number of Triton kernels, "error": text}}. It needs
-Triton, which the CUDA builds of torch bring, but no GPU and no driver.
+prints one JSON object, {case: {"kernels": number of Triton kernels, "instructions": of a warp for
+each element of rows of 128, "error": text}}. It needs Triton, which the CUDA builds of torch bring,
+but no GPU and no driver.
 
 Each case runs on the CPU, so that Dynamo and AOTAutograd trace the real forward and backward. Each
 of their graphs is copied with its tensors moved to a fake CUDA device, and inductor compiles the
@@ -28,10 +29,19 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.compiler import ASTSource
 
-from benchmarks.gpu_bytes.target import KERNELS, prepare_triton, pretend_gpu, triton_target
+from benchmarks.gpu_bytes.sass import executed_instructions
+from benchmarks.gpu_bytes.target import (
+    KERNELS,
+    WARP_SIZE,
+    is_persistent,
+    prepare_triton,
+    pretend_gpu,
+    triton_target,
+)
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, OutputLayer
 from titanlite.models.rope import rope_cos_sin
@@ -156,6 +166,14 @@ def cast_in_triton(capability: str) -> None:
     triton.compile(ASTSource(_cast_to_float8, types), target=triton_target(capability))
 
 
+def instructions_per_element(kernel: CachingAutotuner) -> float:
+    """Warp instructions times 32, for each element of rows that fit into registers."""
+    result = kernel.compile_results[0]
+    executed = executed_instructions(result.kernel.asm["cubin"], loop_trips=1)
+    elements = result.config.kwargs["XBLOCK"] * kernel.size_hints["r0_"]
+    return executed * result.config.num_warps * WARP_SIZE / elements
+
+
 def main(capability: str, *names: str) -> None:
     """Compile the cases of these names, by default all."""
     prepare_triton(capability)
@@ -169,7 +187,9 @@ def main(capability: str, *names: str) -> None:
                 cases[name]()
         except Exception as problem:  # any, so that every case is reported
             error = f"{type(problem).__name__}: {problem}"
-        results[name] = {"kernels": len(KERNELS), "error": error}
+        rows = [k for k in KERNELS if is_persistent(k) and k.size_hints["r0_"] == 128]
+        instructions = max((instructions_per_element(kernel) for kernel in rows), default=None)
+        results[name] = {"kernels": len(KERNELS), "instructions": instructions, "error": error}
     print(json.dumps(results))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes
-from titanlite.optim.low_memory import dynamic_levels
+from titanlite.optim.low_memory import levels_of, nearest_codes
 from titanlite.parallelize.weight_init import init_weights
 
 FAMILY = FAMILIES["llama3"]
@@ -103,12 +103,36 @@ def test_the_update_compiles_once_and_matches_the_eager_update():
     assert torch.allclose(model.weight, eager_model.weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("bits, signed", [(8, True), (8, False), (4, True)])
-def test_levels_cover_the_range_down_to_the_lowest_decade(bits, signed):
-    levels = dynamic_levels(bits, signed)
-    assert len(set(levels)) == 2**bits and levels == sorted(levels)
-    assert max(levels) == 1 and (0 in levels) == signed
-    assert -1 <= min(levels) < 0 if signed else 0 < min(levels) < 1e-6
+def dynamic_levels(bits: int, signed: bool) -> list[float]:
+    """Dynamic tree quantization as the paper defines it: the levels of all codes, ascending."""
+    if bits == 4 and not signed:
+        return [n / 16 for n in range(1, 17)]
+    levels = [0.0 if signed else 10.0 ** (1 - bits), 1.0]
+    for decade in range(bits - 1):
+        intervals, top = 2 ** (decade if signed else decade + 1), 10.0 ** (decade - bits + 2)
+        middles = [top * (0.1 + 0.9 * (i + 0.5) / intervals) for i in range(intervals)]
+        levels += [sign * middle for sign in ((1, -1) if signed else (1,)) for middle in middles]
+    return sorted(levels)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_dynamic_tree_quantization(bits, signed):
+    """The levels bit for bit; a code may be its neighbor within 1e-6 of the middle of both."""
+    table = torch.tensor(dynamic_levels(bits, signed))
+    codes = torch.arange(2**bits, dtype=torch.uint8)
+    assert torch.equal(levels_of(codes, bits, signed), table)
+    middles = (table[1:] + table[:-1]) / 2
+    draw = torch.Generator().manual_seed(0)
+    sizes = 10 ** -(8 * torch.rand(10**5, generator=draw))
+    random = (2 * torch.rand(10**5, generator=draw) - 1) * sizes
+    for values in (table, middles * (1 - 1e-6), middles * (1 + 1e-6), random):
+        values = values if signed else values.abs()
+        right = torch.bucketize(values, middles)
+        actual = nearest_codes(values, bits, signed).long()
+        either = (values - middles[torch.minimum(actual, right).clamp(max=len(middles) - 1)]).abs()
+        is_near = ((actual - right).abs() == 1) & (either <= 1e-6 * values.abs())
+        assert ((actual == right) | is_near).all()
 
 
 def rare_rows_with_an_outlier(outlier: float, steps: int = 150):

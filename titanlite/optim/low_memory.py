@@ -7,6 +7,7 @@ codes and scales as plain tensors, so any layout reads them back bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +25,7 @@ from titanlite.optim.shards import sharded_zeros
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
-MAX_BLOCK, MIN_BLOCK = 128, 32  # elements that share one scale
+BLOCKS = (128, 64, 32)  # elements that share one scale
 CODE_BITS = {"8bit": 8, "4bit": 4, "float8": 8}
 UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,13 +50,13 @@ class MomentFormat:
 def moment_format(shape: Iterable[int], dtype: StateDtype) -> MomentFormat:
     """The moment format of a parameter of this global shape.
 
-    Vectors, and rows whose length is not a multiple of MIN_BLOCK, stay float32.
+    Vectors, and rows whose length is not a multiple of 32, stay float32.
     """
     if dtype in UNQUANTIZED:
         return MomentFormat(dtype)
     *rows, width = shape
-    block = gcd(width, MAX_BLOCK)
-    return MomentFormat(dtype, block) if rows and block >= MIN_BLOCK else MomentFormat("float32")
+    block = gcd(width, BLOCKS[0])
+    return MomentFormat(dtype, block) if rows and block in BLOCKS else MomentFormat("float32")
 
 
 def moment_bytes(shape: Iterable[int], dtype: StateDtype) -> int:
@@ -146,7 +147,6 @@ class LowMemoryAdam(ConditionalBase):
             weight.view(blocks, -1),
             local_grad.reshape(blocks, -1),
             [moment.view(blocks, -1) for moment in on_device],
-            _code_values(storage.dtype, weight.device),
             scalars,
             _AdamRule((beta1, beta2), group["eps"], self.decoupled),
         )
@@ -178,7 +178,6 @@ def _update(
     weight: Tensor,  # [blocks, elements], as are the gradient and the moments
     grad: Tensor,
     moments: list[Tensor],
-    levels: tuple[Tensor, ...],  # the values of the codes, for each of the two moments
     scalars: _StepScalars,
     rule: _AdamRule,
 ) -> None:
@@ -201,11 +200,14 @@ def _update(
         # The root of the second moment is stored, not the moment itself: the root spans no more
         # decades than the first moment, so it is not rounded to 0 where the first moment is not.
         first_codes, second_codes = moments[:2], moments[2:]
-        m = torch.lerp(_decode(dtype, first_codes, levels[:1]), g, 1 - betas[0])
-        square = _decode_root(dtype, second_codes, levels[1:]).square()
+        # A comparison makes a size a constant of the graph, whose kernel then reads values once.
+        block = next(size for size in BLOCKS if size == weight.shape[-1])
+        assert first_codes[0].shape[-1] == block * CODE_BITS[dtype] // 8
+        m = torch.lerp(_decode(dtype, first_codes, signed=True), g, 1 - betas[0])
+        square = _decode_root(dtype, second_codes).square()
         root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
-        _encode(dtype, m, first_codes, levels[:1], accept)
-        _encode(dtype, root, second_codes, levels[1:], accept)
+        _encode(dtype, m, first_codes, True, accept)
+        _encode(dtype, root, second_codes, False, accept)
     write_if(weight, w - lr * (m * correction1) / (root * correction2 + eps), accept)
 
 
@@ -219,38 +221,33 @@ def _compiled_update() -> Callable[..., None]:
 
 
 def _encode(
-    dtype: StateDtype,
-    values: Tensor,
-    stored: Sequence[Tensor],
-    levels: tuple[Tensor, ...],
-    accept: Tensor | None,
+    dtype: StateDtype, values: Tensor, stored: Sequence[Tensor], signed: bool, accept: Tensor | None
 ) -> None:
     """Quantize blocks of values: codes, and the largest absolute value of each block."""
     codes, scale = stored
-    largest = values.abs().amax(-1, keepdim=True)
+    # As integers, positive numbers have the same order, NaN is the largest, and no test finds it.
+    largest = values.abs().view(torch.int32).amax(-1, keepdim=True).view(torch.float32)
     write_if(scale, largest, accept)
-    normalized = values / largest.clamp(min=1e-30)  # in [-1, 1]; a block of zeros stays zero
+    normalized = values * (1 / largest.clamp(min=1e-30))  # in [-1, 1]; a block of 0 stays 0
     if dtype == "float8":
         new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        (table,) = levels
-        new_codes = torch.bucketize(normalized, (table[1:] + table[:-1]) / 2)  # the nearest
+        new_codes = nearest_codes(normalized, CODE_BITS[dtype], signed)
         if dtype == "4bit":
             new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
     write_if(codes, new_codes, accept)
 
 
-def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
+def _decode(dtype: StateDtype, stored: Sequence[Tensor], signed: bool) -> Tensor:
     codes, scale = stored
     if dtype == "float8":
         return codes.view(torch.float8_e4m3fn).float() * (scale / FLOAT8_MAX)
-    (table,) = levels
     if dtype == "4bit":
         codes = torch.stack([codes // 16, codes % 16], -1).flatten(-2)
-    return table[codes.int()] * scale
+    return levels_of(codes, CODE_BITS[dtype], signed) * scale
 
 
-def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
+def _decode_root(dtype: StateDtype, stored: Sequence[Tensor]) -> Tensor:
     """The root of the second moment, which is a divisor: 0 only in a block of zeros.
 
     An element that is small beside the largest of its block gets the lowest code, even while its
@@ -258,42 +255,64 @@ def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tens
     eps. The code means the smallest positive value instead: the root is then too large and the
     update too small, not the reverse.
     """
-    root = _decode(dtype, stored, levels)
+    root = _decode(dtype, stored, signed=False)
     return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root
 
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 FLOAT8_MIN = 2.0**-9 / FLOAT8_MAX  # smallest positive value, relative to the largest
 
-
-@cache
-def _code_values(dtype: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
-    """The values of the codes of the first moment and of the second; empty without a table."""
-    if dtype == "8bit":
-        levels = (dynamic_levels(8, signed=True), dynamic_levels(8, signed=False))
-    elif dtype == "4bit":
-        levels = (dynamic_levels(4, signed=True), [n / 16 for n in range(1, 17)])
-    else:
-        return ()
-    return tuple(torch.tensor(level, device=device) for level in levels)
+# Dynamic tree quantization (https://arxiv.org/abs/2110.02861, section 1.3): each decade below 1 is
+# divided evenly, into twice as many intervals as the decade below it; the levels are the middles of
+# the intervals, and 1. Signed levels include 0. Unsigned ones are of a root, which is a divisor:
+# instead of 0 they include the lower end of the lowest decade (compare
+# https://arxiv.org/abs/2309.01507). The n-th level above 0, with 2^d <= n < 2^(d + 1), is
+# (18 n + 9 - 16 * 2^d) * 5^d * unit. Tables would take most of the time of an update on a GPU.
 
 
-def dynamic_levels(bits: int, signed: bool) -> list[float]:
-    """The 2^bits values of dynamic tree quantization, ascending; the largest is 1.
+def levels_of(codes: Tensor, bits: int, signed: bool) -> Tensor:
+    """The fp32 levels of codes, the same whether the compiler fuses products and sums or not."""
+    if bits == 4 and not signed:
+        return (codes.float() + 1) / 16
+    unit = 0.5 * 10.0 ** (signed - bits)
+    twice = (2 * codes.int() + (2 - 2**bits if signed else 2)).float()  # 2 n, with the sign
+    exponent = twice.abs().view(torch.int32)  # from bit 23: d + 128
+    level = 9 * twice.abs() + (9 - 8 * (exponent & 0x7F800000).view(torch.float32))
+    has_bit = [exponent & (1 << 23 + bit) != 0 for bit in range(3)]  # of d
+    level = level * torch.where(has_bit[0], 5.0, 1.0) * torch.where(has_bit[1], 25.0, 1.0)
+    # The factor is the sum of a number of few bits, whose product is exact, and a rest.
+    steps = (2.0 ** (math.frexp(f)[1] - n) for f, n in ((625 * unit, 5), (unit, 9)))
+    high, low = (f - f % step for f, step in zip((625 * unit, unit), steps, strict=True))
+    rest = level * torch.where(has_bit[2], 625 * unit - high, unit - low)
+    level = level * torch.where(has_bit[2], high, low) + rest
+    level = torch.where(codes == 2**bits - 1, 1.0, level)
+    if signed:
+        return torch.where(twice == 0, 0.0, level).copysign(twice)
+    return torch.where(codes == 0, 10.0 ** (1 - bits), level)
 
-    Each decade is divided evenly, into twice as many intervals as the decade below it; the values
-    are the middles of the intervals (https://arxiv.org/abs/2110.02861, section 1.3). Signed values
-    include 0. Unsigned ones are of a root, which is a divisor: instead of 0 they include the lower
-    end of the lowest decade (compare https://arxiv.org/abs/2309.01507).
-    """
-    decades = bits - 1
-    levels = [0.0 if signed else 10.0**-decades, 1.0]
-    for decade in range(decades):
-        intervals = 2 ** (decade if signed else decade + 1)
-        top = 10.0 ** (decade - decades + 1)
-        middles = [top * (0.1 + 0.9 * (i + 0.5) / intervals) for i in range(intervals)]
-        levels += [sign * middle for sign in ((1, -1) if signed else (1,)) for middle in middles]
-    return sorted(levels)
+
+def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
+    """The codes of the levels nearest to values in [-1, 1]; within 1e-6 of a middle, either."""
+    absolute = values.abs()
+    if bits == 4 and not signed:
+        return (absolute * 16 - 1.5).ceil().clamp(0, 15).to(torch.uint8)
+    low, top, unit = 1 - signed, 2 ** (bits - signed), 0.5 * 10.0 ** (signed - bits)
+    # n is the integer part of a function that is linear in each decade. There the cell of the
+    # highest level ends at 0.2 in the next decade, and that of the least level in the lowest.
+    least, first = 0.0 if signed else 10.0 ** (1 - bits), (2 * 2**low + 9) * 5.0**low * unit
+    second = (2 * 2**low + 18) * 5.0**low * unit  # where the cell of `first` ends
+    slope = 0.8 / (second - (least + first) / 2)
+    number = absolute * slope + (2**low + 1 - second * slope)
+    for d in range(low + 1, bits - signed):
+        linear = absolute * (1 / (18 * 5.0**d * unit)) + 8 / 9 * 2.0**d
+        number = torch.where(absolute > 2 * 10.0**d * unit, linear, number)
+    power = (number.view(torch.int32) & 0x7F800000).view(torch.float32)
+    number = torch.where(number - power <= 0.2, power - 0.5, number)
+    last = (10 * top - 9) * 5.0 ** (bits - signed - 1) * unit
+    number = torch.where(absolute > (last + 1) / 2, top, number)
+    if signed:
+        return (number.copysign(values).int() + (top - 1)).clamp(min=0).to(torch.uint8)
+    return (number.int() - 1).to(torch.uint8)
 
 
 # --- allocation ----------------------------------------------------------------------------------
