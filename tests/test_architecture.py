@@ -86,6 +86,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/models/decoder.py: ctx.vocab_size": "autograd context",
     "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",
+    "titanlite/models/moe.py: ctx.compiled": "autograd context",
     "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",
     # gradients and parameter groups are public attributes of torch tensors and optimizers
     "titanlite/optim/fp32_vectors.py: copy.grad": "gradient of a parameter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ def compiling_graphs(
         sizes = [t.numel() for t in inputs if isinstance(t, Tensor)]
         graph.elements = max((_hint(size) for size in sizes), default=0)
         _count_operators(gm, graph)
+        graph.file = _source_file(gm)
         static = set(options.get("static_input_idxs") or ())
         graph.saved_bytes = 0 if graph.is_backward else _saved_bytes(gm, static)
         codegen = GraphLowering.codegen
@@ -83,6 +85,13 @@ def _count_operators(gm: fx.GraphModule, graph: CompiledGraph) -> None:
             graph.work.matmuls[call] += 1
         elif call is not None:
             graph.work.attention[call] += 1
+
+
+def _source_file(gm: fx.GraphModule) -> str:
+    """The file with the innermost line of most operators; a backward's are those of its forward."""
+    traces = (node.meta.get("stack_trace") or "" for node in gm.graph.nodes)
+    files = Counter(found[-1] for trace in traces if (found := re.findall(r'File "(.+?)"', trace)))
+    return max(files, key=files.__getitem__, default="")
 
 
 def _saved_bytes(gm: fx.GraphModule, static: set[int]) -> int:

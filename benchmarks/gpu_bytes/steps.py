@@ -19,7 +19,8 @@ from benchmarks.gpu_bytes.traced_run import trace_run
 from benchmarks.gpu_bytes.work import Attention, CompiledGraph, Matmul, Work, describe_call
 
 STEADY_STEP = 2  # the first compiles and allocates, the last logs
-PART_OF_FILE = (  # the innermost Python frame in one of these files names the part
+PART_OF_FILE = (  # the innermost Python frame in one of these files names the part; of a graph,
+    # the file that most of its operators come from
     ("torch/distributed/fsdp/", "FSDP"),
     ("titanlite/parallelize/fsdp.py", "FSDP"),
     ("titanlite/optim/clip.py", "clipping"),
@@ -123,10 +124,9 @@ class _Recorder(TorchDispatchMode):
 
 def part_of_call(phase: str, graph: CompiledGraph | None = None) -> str:
     """The part of the step that the running Python code belongs to."""
-    frame, part = sys._getframe(1), ""
+    frame, part = sys._getframe(1), _part_of_file(graph.file) if graph else ""
     while frame is not None and not part:
-        file = frame.f_code.co_filename
-        part = next((part for text, part in PART_OF_FILE if text in file), "")
+        part = _part_of_file(frame.f_code.co_filename)
         frame = frame.f_back  # type: ignore[assignment]
     backward = graph.is_backward if graph else phase.startswith("backward")
     if part in ("", "blocks"):
@@ -135,6 +135,10 @@ def part_of_call(phase: str, graph: CompiledGraph | None = None) -> str:
             return "blocks, recomputed"
         return f"{name}, {'backward' if backward else 'forward'}"
     return part
+
+
+def _part_of_file(file: str) -> str:
+    return next((part for text, part in PART_OF_FILE if text in file), "")
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -73,6 +73,7 @@ class CompiledGraph:
     work: Work = field(default_factory=Work)
     elements: int = 0  # of the largest input, in the sizes that `work` counts
     saved_bytes: int = 0  # activations that a forward keeps for its backward
+    file: str = ""  # of the code that most of its operators come from
 
 
 def describe_call(op: Any, args: Any, kwargs: Any, output: Any) -> Matmul | Attention | None:

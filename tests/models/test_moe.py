@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ from titanlite.models.router import check_expert_sizes, stable_top_k
 from titanlite.optim import OptimizerConfig
 from titanlite.optim.muon import Muon
 from titanlite.optim.recipe import MatrixFacts
+from titanlite.parallelize.activation_checkpoint import (
+    ActivationCheckpointConfig,
+    checkpoint_blocks,
+)
 from titanlite_planner.model_shape import shape_of
 
 SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16)
@@ -89,9 +94,13 @@ def reference(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     return out.view_as(x)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, active=1), GROUPED], ids=["a", "b", "c"])
-def test_the_output_and_every_gradient_are_those_of_a_loop_over_tokens(sizes):
+def test_the_output_and_every_gradient_are_those_of_a_loop_over_tokens(sizes, compiled):
     moe, x = build(sizes), torch.randn(2, 7, 16, requires_grad=True)
+    moe.router.set_balancing(LoadBalancing(z_loss_coef=1e-30))  # its graph, without an effect
+    if compiled:
+        moe.compile_functions("aot_eager")
     grad, inputs = torch.randn(2, 7, 16), [x, *moe.parameters()]
     for actual, expected in zip(
         torch.autograd.grad(moe(x), inputs, grad),
@@ -201,12 +210,15 @@ def test_the_router_computes_in_fp32_in_every_dtype():
 
 def test_a_recomputed_forward_and_validation_are_not_counted():
     moe, x = build(SIZES), torch.randn(2, 7, 16, requires_grad=True)
+    select = moe.router._select = Mock(side_effect=moe.router._select)
     moe.router.begin_step(1.0)
     with torch.no_grad():
         moe(x)
     assert moe.router.counts.sum() == 0
-    torch.utils.checkpoint.checkpoint(moe, x, use_reentrant=False).sum().backward()
+    checkpoint_blocks(torch.nn.ModuleDict({"0": moe}), ActivationCheckpointConfig(mode="full"))
+    moe(x).sum().backward()
     assert moe.router.counts.sum() == 2 * 7 * SIZES.active
+    assert select.call_count == 2, "a recomputation does not select again"
 
 
 def test_a_step_that_is_not_accepted_changes_no_balance():

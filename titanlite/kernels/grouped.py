@@ -35,7 +35,8 @@ def row_groups(counts: Tensor, x: Tensor, *weights: Tensor) -> RowGroups:
     A weight is [E, out, in]. The host waits for the device once if there is no grouped kernel for
     these operands.
     """
-    ends, uses_kernel = counts.cumsum(0).to(torch.int32), has_grouped_kernel(x, *weights)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    uses_kernel = len(x) > 0 and has_grouped_kernel(x, *weights)  # it rejects a sum over no rows
     return RowGroups(None if uses_kernel else counts.cpu(), ends, counts == 0)
 
 

@@ -64,7 +64,7 @@ class ExpertLoad(StepHook):
             return
         routers = list(self._routers.values())
         total = torch.stack([torch.cat((r.counts.double(), r.sums.double())) for r in routers])
-        if not routers[0].shares_tokens:
+        if routers[0].replicas == 1:
             all_reduce_sum(self._mesh.tp, total)
         self.measured = all_reduce_sum(self._mesh.fsdp, total)
 
@@ -81,8 +81,8 @@ class ExpertLoad(StepHook):
 
     def statistics(self, tokens: int) -> LoadStatistics:
         """Statistics of the latest step, which had `tokens` tokens; a collective."""
-        rows = self._of_all_blocks(self.measured, self.sizes.count + len(SUMS))
-        rows = rows[rows.any(1)].cpu()  # not every block has experts
+        rows = self._of_all_blocks(self.measured, self.sizes.count + len(SUMS)).cpu()
+        rows = rows[rows.any(1)]  # not every block has experts
         counts, sums = rows[:, : self.sizes.count], rows[:, self.sizes.count :] / tokens
         aux_loss, z_loss, entropy = sums.sum(0).tolist()
         mean = counts.mean(1)

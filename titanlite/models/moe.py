@@ -6,7 +6,7 @@ Dropless: every selected expert computes its tokens, however uneven the load. No
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,24 @@ class GroupedExperts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(sizes.count, dim, sizes.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, dim))
+        self.activate: Callable[[Tensor, Tensor], Tensor] = swiglu  # or its compiled version
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows [M, D], sorted by expert, to rows [M, D]; expert e has `counts[e]` of them."""
-        return compute_experts(self.w1, self.w2, self.w3, x, counts)
+    def forward(self, x: Tensor, counts: Tensor, local: Callable = lambda weight: weight) -> Tensor:
+        """Rows [M, D], sorted by expert, to rows [M, D]; expert e has `counts[e]` of them, and
+        `local` returns what this process has of a weight."""
+        w1, w2, w3 = map(local, (self.w1, self.w2, self.w3))
+        groups = row_groups(counts, x, w1, w2, w3)
+        hidden = self.activate(grouped_matmul(x, w1, groups), grouped_matmul(x, w3, groups))
+        return grouped_matmul(hidden, w2, groups)
+
+    def compile_activation(self, compile: Callable[[Callable], Callable]) -> None:
+        """Compile SwiGLU. The compiler finds out that the number of rows is dynamic."""
+        self.activate = compile(swiglu)
 
 
-def compute_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """The experts of local weights w1, w3 [E, F, D] and w2 [E, D, F]; see `GroupedExperts`."""
-    groups = row_groups(counts, x, w1, w2, w3)
-    hidden = F.silu(grouped_matmul(x, w1, groups)) * grouped_matmul(x, w3, groups)
-    return grouped_matmul(hidden, w2, groups)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The hidden features of experts."""
+    return F.silu(gate) * up
 
 
 # Lets experts compute rows, wherever the experts are: (experts, rows, counts) starts to send this
@@ -60,94 +67,98 @@ class MixtureOfExperts(nn.Module):
         self.experts = GroupedExperts(dim, sizes)
         self.shared_experts = FeedForward(dim, sizes.shared_dim) if sizes.shared_dim else None
         self._dispatch: TokenDispatch = compute_locally
+        self._compiled: Callable = lambda function: function
 
     def use_dispatch(self, dispatch: TokenDispatch) -> None:
         """Compute the routed experts by `dispatch`."""
         self._dispatch = dispatch
 
-    def exclude_from_compile(self) -> None:
-        """Run eagerly where the block around it is compiled."""
+    def compile_functions(self, backend: str) -> None:
+        """Compile what is computed between matmuls; the rest of the layer runs eagerly."""
+        compile = partial(torch.compile, backend=backend, fullgraph=True)
+        self._compiled = cache(partial(compile, dynamic=False))
+        self.experts.compile_activation(compile)
+        self.router.compile_functions(self._compiled)
         self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         indices, weights = self.router(tokens)
-        order = sort_by_expert(indices, self.sizes.count)
-        rows = _CopyToRows.apply(tokens, order.tokens, order.positions)
-        finish = self._dispatch(self.experts, rows, order.counts)
-        # while the rows are sent
-        shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        out = _SumOfRows.apply(finish(), weights, order.tokens, order.positions)
+        *order, counts = self._compiled(sort_by_expert)(indices, self.sizes.count)
+        rows = _CopyToRows.apply(tokens, self._compiled, *order)
+        finish = self._dispatch(self.experts, rows, counts)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)  # meanwhile
+        out = _SumOfRows.apply(finish(), weights, self._compiled, *order)
         return (out if shared is None else out + shared).view_as(x)
 
 
-class RowOrder(NamedTuple):
-    """One row for each of the k experts of each of the N tokens, sorted by expert: N*k rows."""
-
-    tokens: Tensor  # [N*k]: the token of each row
-    positions: Tensor  # [N, k]: the row of each token and expert
-    counts: Tensor  # int64 [E]: rows of each expert
-
-
-def sort_by_expert(indices: Tensor, experts: int) -> RowOrder:
-    """The order of the rows for expert indices [N, k]; those of one expert are in token order."""
+def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """M = N*k rows for expert indices [N, k], sorted by expert, then by token: (token * k + slot
+    of each row [M], the row of each [N, k], rows of each expert [experts]), all int64."""
     selected = indices.flatten()
-    order = selected.argsort(stable=True)
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=order.device)
+    sources = selected.argsort(stable=True)
+    positions = torch.empty_like(sources)
+    positions[sources] = torch.arange(len(sources), device=sources.device)
     # not bincount, for which a GPU's host waits
     counts = selected.new_zeros(experts).scatter_add_(0, selected, torch.ones_like(selected))
-    return RowOrder(order // indices.shape[1], positions.view_as(indices), counts)
+    return sources, positions.view_as(indices), counts
 
 
-class _CopyToRows(torch.autograd.Function):
-    """Tokens [N, D] to rows [N*k, D]; a token's gradient sums its rows in fp32, in fixed order.
-
-    The backward of an index would add with atomics, in the compute dtype.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(positions)
-        return x.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (positions,) = ctx.saved_tensors
-        return _sum_rows(grad, positions, None).to(grad.dtype), None, None
-
-
-class _SumOfRows(torch.autograd.Function):
-    """Rows [N*k, D] to tokens [N, D]: the weighted sum of a token's rows, in fp32, in fixed order.
+def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum [N, D] of the rows [M, D] at positions [N, k] times weights [N, k], in fp32.
 
     One slot at a time: all rows in fp32 at once would need several times the memory.
     """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, weights: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, tokens, positions)
-        return _sum_rows(rows, positions, weights).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights, tokens, positions = ctx.saved_tensors
-        grad = grad.float()  # once: a CPU multiplies operands of two dtypes three times slower
-        by_row = weights.new_empty(len(rows)).scatter_(0, positions.flatten(), weights.flatten())
-        rows_grad = grad.index_select(0, tokens).mul_(by_row.unsqueeze(-1)).to(rows.dtype)
-        slots = [
-            (rows.index_select(0, positions[:, slot]).float() * grad).sum(-1)
-            for slot in range(positions.shape[1])
-        ]
-        return rows_grad, torch.stack(slots, -1), None, None
-
-
-def _sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum [N, D] in fp32 of the rows at positions [N, k], weighted by weights [N, k]."""
-    total = rows.new_zeros((len(positions), rows.shape[1]), dtype=torch.float32)
-    for slot in range(positions.shape[1]):
+    total = rows.index_select(0, positions[:, 0]).float()
+    if weights is not None:
+        total *= weights[:, :1]
+    for slot in range(1, positions.shape[1]):
         selected = rows.index_select(0, positions[:, slot])
         if weights is None:
             total += selected
         else:
             total.addcmul_(selected.float(), weights[:, slot, None])
-    return total
+    return total.to(rows.dtype)
+
+
+def sum_rows_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, sources: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and of the weights of `sum_rows`, from that of the sum [N, D]."""
+    grad = grad.float()  # once: a CPU multiplies operands of two dtypes three times slower
+    by_row = weights.flatten().index_select(0, sources)
+    rows_grad = grad.index_select(0, sources // positions.shape[1]).mul_(by_row.unsqueeze(-1))
+    slots = [
+        (rows.index_select(0, positions[:, slot]).float() * grad).sum(-1)
+        for slot in range(positions.shape[1])
+    ]
+    return rows_grad.to(rows.dtype), torch.stack(slots, -1)
+
+
+class _CopyToRows(torch.autograd.Function):
+    """Tokens [N, D] to rows [M, D]. The backward of an index would add with atomics, in bf16."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, compiled: Callable, sources: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.compiled = compiled
+        return x.index_select(0, sources // positions.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.compiled(sum_rows)(grad, *ctx.saved_tensors, None), None, None, None
+
+
+class _SumOfRows(torch.autograd.Function):
+    """Rows [M, D] to tokens [N, D]: `sum_rows`."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor, compiled: Callable, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, *order)
+        ctx.compiled = compiled
+        return compiled(sum_rows)(rows, order[1], weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows_grad, weights_grad = ctx.compiled(sum_rows_backward)(grad, *ctx.saved_tensors)
+        return rows_grad, weights_grad, None, None, None

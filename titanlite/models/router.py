@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -106,21 +108,31 @@ class Router(nn.Module):
         self.register_buffer("sums", sums, persistent=False)
         self.balancing = NO_BALANCING
         self._divisor: Tensor | float = 1.0  # of the balancing losses
-        self._replicas = 1
+        self.replicas = 1  # ranks that route the same tokens
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [N, D] to the indices of their experts [N, k] and fp32 weights [N, k]."""
         logits = self.gate(x)
         scores = logits.softmax(-1) if self.sizes.score == "softmax" else logits.sigmoid()
-        indices = self._select(scores.detach())
+        # kept: a recomputation whose scores are rounded differently selects the same experts
+        indices = keep_for_recompute(lambda: self._select(scores.detach()))
+        weights = self._weigh(scores, indices)
+        if torch.is_grad_enabled():
+            weights = self._observe(logits, scores, indices, weights)
+        return indices, weights
+
+    def compile_functions(self, compile: Callable[[Callable], Callable]) -> None:
+        """Compile what is computed from the scores; no backward recomputes the selection."""
+        for name in ("_select", "_weigh", "_sum_losses"):
+            setattr(self, name, compile(getattr(self, name)))
+
+    def _weigh(self, scores: Tensor, indices: Tensor) -> Tensor:
+        """The weights [N, k] of the selected experts."""
         weights = scores.gather(-1, indices)
         # One weight divided by itself is 1, and the gate would have no gradient but rounding.
         if self.sizes.normalize and self.sizes.active > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as DeepSeek-V3's model
-        weights = weights * self.sizes.route_scale
-        if torch.is_grad_enabled():
-            weights = self._observe(logits, scores, indices, weights)
-        return indices, weights
+        return weights * self.sizes.route_scale
 
     def _select(self, scores: Tensor) -> Tensor:
         """The experts [N, k] with the largest score + bias, within the best groups."""
@@ -148,7 +160,7 @@ class Router(nn.Module):
 
         Each of them then adds its share of the balancing losses' gradient.
         """
-        self._replicas = ranks
+        self.replicas = ranks
 
     def begin_step(self, divisor: Tensor | float) -> None:
         """Forget the counts of the previous step; balancing losses are summed over tokens, and
@@ -160,11 +172,6 @@ class Router(nn.Module):
         """Forget what was counted in this step."""
         self.counts.zero_()
         self.sums.zero_()
-
-    @property
-    def shares_tokens(self) -> bool:
-        """Whether other ranks route the same tokens."""
-        return self._replicas > 1
 
     @torch.no_grad()
     def finish_step(self, counts: Tensor, accept: Tensor | None) -> None:
@@ -192,29 +199,30 @@ class Router(nn.Module):
 
     def _observe(self, logits: Tensor, scores: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Count selections, and attach the balancing losses to the weights."""
-        balancing = self.balancing
-        has_loss = bool(balancing.aux_loss_coef or balancing.z_loss_coef)
+        has_loss = bool(self.balancing.aux_loss_coef or self.balancing.z_loss_coef)
         with torch.set_grad_enabled(has_loss):
-            probabilities = scores
-            if self.sizes.score == "sigmoid":
-                probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            # E * sum_i f_i P_i, summed over tokens; f_i of the previous step's global batch
-            aux_loss = (probabilities @ self.previous_load).sum() * self.sizes.count
-            z_loss = logits.logsumexp(-1).square().sum()
-            loss = balancing.aux_loss_coef * aux_loss + balancing.z_loss_coef * z_loss
-        if not is_recomputing():
-            self._count(indices, probabilities.detach(), aux_loss.detach(), z_loss.detach())
+            loss, sums = self._sum_losses(logits, scores)
+        keep_for_recompute(lambda: self._count(indices.flatten(), sums))
         if has_loss:
-            factor = torch.ones_like(loss) / (self._divisor * self._replicas)
+            factor = torch.ones_like(loss) / (self._divisor * self.replicas)
             weights = _AttachLoss.apply(weights, loss, factor)
         return weights
 
-    @torch.no_grad()
-    def _count(self, indices: Tensor, probabilities: Tensor, *losses: Tensor) -> None:
-        selected = indices.flatten()
+    def _count(self, selected: Tensor, sums: Tensor) -> None:
         self.counts.scatter_add_(0, selected, torch.ones_like(selected))
+        self.sums += sums
+
+    def _sum_losses(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The balancing loss, and `SUMS`, of these tokens."""
+        probabilities = scores
+        if self.sizes.score == "sigmoid":
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        # E * sum_i f_i P_i, summed over tokens; f_i of the previous step's global batch
+        aux_loss = (probabilities @ self.previous_load).sum() * self.sizes.count
+        z_loss = logits.logsumexp(-1).square().sum()
+        loss = self.balancing.aux_loss_coef * aux_loss + self.balancing.z_loss_coef * z_loss
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-        self.sums += torch.stack((*losses, entropy))
+        return loss, torch.stack((aux_loss, z_loss, entropy)).detach()
 
     def init_buffers(self) -> None:
         """Set the state of a new run."""
@@ -252,14 +260,39 @@ def stable_top_k(scores: Tensor, k: int) -> Tensor:
     for _ in range(k):
         index = rest.argmax(-1, keepdim=True)
         selected.append(index)
-        rest.scatter_(-1, index, -torch.inf)
+        if torch.compiler.is_compiling():  # into one kernel: the compiler does not fuse a scatter
+            columns = torch.arange(scores.shape[-1], device=scores.device)
+            rest = rest.masked_fill(columns == index, -torch.inf)
+        else:
+            rest.scatter_(-1, index, -torch.inf)
     return torch.cat(selected, -1)
 
 
-def is_recomputing() -> bool:
-    """Whether a backward is running, so that this forward is activation checkpointing's second."""
-    # Private, but what FSDP2 itself asks (torch 2.11 to 2.15).
-    return torch._C._current_graph_task_id() != -1
+_kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
+
+
+def reuse_in_recomputation(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of one call; later calls, recomputations, reuse results that the first kept."""
+    results, recomputations = list[Any](), count()
+
+    @torch.compiler.disable(recursive=False)
+    def run(*inputs: Any) -> Any:
+        context = copy_context()
+        context.run(_kept.set, iter(results) if next(recomputations) else results)
+        return context.run(forward, *inputs)
+
+    return run
+
+
+def keep_for_recompute(compute: Callable[[], Any]) -> Any:
+    """The result of `compute`; in a recomputation, that of the forward."""
+    kept = _kept.get()
+    if isinstance(kept, Iterator):
+        return next(kept)
+    result = compute()
+    if kept is not None:
+        kept.append(result)
+    return result
 
 
 def _if_accepted(accept: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

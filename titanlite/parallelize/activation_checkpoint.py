@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titanlite.errors import ConfigError
 from titanlite.kernels import grouped  # noqa: F401  # which registers operators of MATMULS
+from titanlite.models.router import find_routers, reuse_in_recomputation
 from titanlite.settings import Fraction
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ def checkpoint_blocks(blocks: nn.ModuleDict, config: ActivationCheckpointConfig)
     """Save only the inputs of every block, or of every k-th block."""
     for number, block in blocks.items():
         if config.recomputes(int(number)):
-            block.forward = _checkpointed(block.forward, config)
+            _checkpoint(block, config)
 
 
 def checkpoint_operations(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
@@ -83,7 +84,7 @@ def checkpoint_operations(blocks: nn.ModuleDict, config: ActivationCheckpointCon
             if isinstance(layer, nn.Linear) and any(name in path for name in names)
         }
         contexts = partial(_save_contexts, recomputed_shapes)
-        block.forward = _checkpointed(block.forward, config, context_fn=contexts)
+        _checkpoint(block, config, context_fn=contexts)
 
 
 def set_memory_budget(config: ActivationCheckpointConfig) -> None:
@@ -96,16 +97,19 @@ def set_memory_budget(config: ActivationCheckpointConfig) -> None:
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def _checkpointed(forward: Callable, config: ActivationCheckpointConfig, **more: Any) -> Callable:
-    return partial(
+def _checkpoint(block: nn.Module, config: ActivationCheckpointConfig, **more: Any) -> None:
+    forward = block.forward
+    checkpointed: Callable[..., Any] = partial(
         checkpointing.checkpoint,
-        forward,
         use_reentrant=False,
         preserve_rng_state=False,  # the models draw no random numbers
         early_stop=False,  # recompute whole blocks, as torchtitan does by default
         debug=config.debug,
         **more,
     )
+    block.forward = partial(checkpointed, forward)
+    if find_routers(block):
+        block.forward = lambda *inputs: checkpointed(reuse_in_recomputation(forward), *inputs)
 
 
 MATMULS = {  # operation -> position of the weight among its arguments

@@ -43,9 +43,8 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     """Compile the forward of every block as one graph; FSDP's hooks stay outside of it.
 
     Shapes are static, because those of a run do not change from step to step. A mixture of experts
-    is not compiled: how many rows an expert has changes from step to step, and where a graph
-    recomputes a router in backward, other rounding could select other experts than in forward. Its
-    block is several graphs.
+    is several graphs, between its matmuls: how many rows an expert has changes from step to step,
+    and a graph that recomputes a router in backward could select other experts than in forward.
     """
     if not config.compiles("model"):
         return
@@ -55,7 +54,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     for block in blocks.values():
         mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
         for mixture in mixtures:
-            mixture.exclude_from_compile()
+            mixture.compile_functions(config.backend)
         block.forward = torch.compile(
             block.forward, backend=config.backend, fullgraph=not mixtures, dynamic=False
         )

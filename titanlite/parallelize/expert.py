@@ -25,7 +25,7 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes, ModelSizes, ModelSpec, first_match
-from titanlite.models.moe import GroupedExperts, MixtureOfExperts, compute_experts
+from titanlite.models.moe import GroupedExperts, MixtureOfExperts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import (
@@ -118,13 +118,7 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
         if mesh.ep_tp.ndim == 2:
             placements.append(Shard(dim))
         distribute_parameter(experts, name, mesh.ep_tp, placements)
-    _replace_forward(experts, partial(_local_experts_forward, experts))
-
-
-def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
-    """Compute the rows of this rank's experts, with its shards of their weights."""
-    w1, w2, w3 = map(local_shard, (experts.w1, experts.w2, experts.w3))
-    return compute_experts(w1, w2, w3, x, counts)
+    _replace_forward(experts, partial(experts.forward, local=local_shard))
 
 
 def _parallelize_over_tensor_ranks(

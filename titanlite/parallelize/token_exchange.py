@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.distributed.collectives import all_to_all_tensor, start_all_to_all_rows
+from titanlite.models.router import keep_for_recompute
 
 # rows [M, D], sorted by local expert, and rows per local expert [E / ep] -> [M, D]
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -25,11 +26,11 @@ def start_exchange(
 
     The returned function waits for the rows of the other ranks, computes on them, and returns the
     results [M, D] in the order of `rows`. What the caller computes in between overlaps with the
-    communication, in backward too. The host waits once, for the sizes.
+    communication, in backward too. The host waits once, for the sizes; a recomputation has them.
     """
     by_rank = counts.view(group.size(), -1)  # [ep, E / ep]
-    local_counts = all_to_all_tensor(group, by_rank)  # of this rank's experts
-    sent, received = read_row_numbers(len(rows), by_rank, local_counts)
+    local_counts = keep_for_recompute(lambda: all_to_all_tensor(group, by_rank))  # own experts
+    sent, received = keep_for_recompute(lambda: read_row_numbers(len(rows), by_rank, local_counts))
     dispatch, combine = _RowExchange(group, sent, received), _RowExchange(group, received, sent)
     arriving = _StartRowExchange.apply(rows, dispatch)
 
