@@ -181,7 +181,7 @@ class _RankTraffic:
         size = rows * model.dim * self.workload.numerics.activation_bytes
         self._add("expert", "all-to-all", count * 2 * (forwards + len(numbers)), size)
         if (counts := model.experts.count * INT64) >= SCALAR_BYTES:
-            self._add("expert", "all-to-all", count * forwards, counts)
+            self._add("expert", "all-to-all", count * len(numbers), counts)  # kept for recomputing
 
     def _is_recomputed(self, block: int) -> bool:
         """Whether the tokens of a block are sent again in backward."""
