@@ -128,11 +128,12 @@ def sum_rows_backward(
     grad = grad.float()  # once: a CPU multiplies operands of two dtypes three times slower
     by_row = weights.flatten().index_select(0, sources)
     rows_grad = grad.index_select(0, sources // positions.shape[1]).mul_(by_row.unsqueeze(-1))
+    rows_grad = rows_grad.to(rows.dtype)  # frees the fp32 rows before the slots need memory
     slots = [
         (rows.index_select(0, positions[:, slot]).float() * grad).sum(-1)
         for slot in range(positions.shape[1])
     ]
-    return rows_grad.to(rows.dtype), torch.stack(slots, -1)
+    return rows_grad, torch.stack(slots, -1)
 
 
 class _CopyToRows(torch.autograd.Function):
