@@ -77,8 +77,8 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/compile.py: cpu_vec_isa.VecISA._probe_load": (
         "replaces torch's probe, which starts a process for each instruction set"
     ),
-    "titanlite/parallelize/float8.py: torch._inductor.config.emulate_precision_casts": (
-        "torch setting"
+    "titanlite/parallelize/float8.py: fsdp_utils.hp_tensor_and_scale_to_float8": (
+        "replaces torchao's cast, which is not compiled"
     ),
     "titanlite/checkpoint/tensor_writer.py: metadata.storage_data": "field of DCP's metadata",
     # torch.autograd.Function saves non-tensors as attributes of its context

@@ -43,7 +43,8 @@ ONE_GPU = {  # name -> settings
     "Float8 tensorwise": TENSORWISE,
     "Float8 rowwise": f"{FLOAT8}.recipe_name=rowwise",
     "Float8 rowwise_with_gw_hp": f"{FLOAT8}.recipe_name=rowwise_with_gw_hp",
-    "Float8 scales, 8-bit state": f"{FLOAT8_SCALES} optimizer.state_dtype=8bit {UNCOMPILED}",
+    "Float8 scales, compile, 8-bit state": f"{FLOAT8_SCALES} {COMPILE}"
+    f" optimizer.state_dtype=8bit {UNCOMPILED}",
     "in backward": "optimizer.early_step_in_backward=true training.max_norm=0",
     "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
     "Lion, bf16 params": "optimizer.name=Lion training.dtype=bfloat16",

@@ -161,7 +161,7 @@ def case_name(value) -> str:
         (Layout(), TENSORWISE, SIZES, 8),
         (Layout(shard=2, recompute="full"), SCALED, SIZES, 4),
         (Layout(shard=2, offload=True), GATHERED, TIED, 4),
-        (Layout(replicate=2, shard=2), SCALED, SIZES, 2),
+        (Layout(replicate=2, shard=2, compile="aot_eager"), SCALED, SIZES, 2),
         (Layout(pipeline=2, microbatch=4), SCALED, SIZES, 4),
         (Layout(shard=2), ROWWISE, SIZES, 4),
     ],

@@ -14,11 +14,14 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees
 from titanlite.models import FAMILIES
 from titanlite.optim import OptimizerConfig, build_optimizer
+from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
+from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, compile_blocks
 from titanlite.parallelize.float8 import (
     AUTO_FILTER,
     Float8Config,
     check_float8,
     convert_to_float8,
+    rounds_as_eager,
     select_float8_layers,
 )
 
@@ -46,6 +49,10 @@ def test_a_filter_matches_a_part_of_a_name():
     excluded = excluded_layers("tensorwise", "output", "attention.w")
     assert excluded.pop("output") == "fused with the loss"
     assert excluded.keys() == {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")}
+    config = Float8Config(recipe_name="tensorwise", filter_fqns=[".3.", ".31."])
+    selected, excluded = select_float8_layers(build_on_meta("8B"), config)
+    blocks = {name.split(".")[1] for name in excluded if name != "output"}
+    assert blocks == {"3", "31"} and len(selected) == 30 * 7
 
 
 def test_shards_of_shared_experts_that_float8_hardware_does_not_support_are_refused():
@@ -87,6 +94,50 @@ def test_conversion_does_not_rename_parameters_and_logs_excluded_layers(caplog):
     assert 'layers.*.attention.wk ("attention.wk" in filter_fqns)' in caplog.text
 
 
+@pytest.mark.parametrize(
+    "recipe, recompute, expected",
+    [
+        ("rowwise", {"mode": "none"}, False),
+        ("rowwise", {"mode": "full"}, False),
+        ("rowwise", {"mode": "selective", "selective_ac_option": "op"}, True),
+        ("rowwise_with_gw_hp", {"mode": "memory_budget"}, True),
+        ("tensorwise", {"mode": "memory_budget"}, False),
+    ],
+)
+def test_only_graphs_that_recompute_norms_for_scales_of_rows_round_as_eager_mode(
+    recipe, recompute, expected, monkeypatch
+):
+    """Not everything that the process compiles: rounding adds 1.2 GB to an 8B block."""
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **o: options.append(o.get("options")))
+    config = Float8Config(recipe_name=recipe)
+    model = build_on_meta("quickstart")
+    convert_to_float8(model, config)
+    rounds = rounds_as_eager(config, ActivationCheckpointConfig(**recompute))
+    compile_blocks(model.layers, CompileConfig(enable=True), rounds)
+    assert options[-1] == ({"emulate_precision_casts": True} if expected else None)
+    assert not torch._inductor.config.emulate_precision_casts
+
+
+def test_one_graph_casts_all_weights_before_their_all_gather_to_the_values_of_torchao():
+    """Eager operations would move 27 bytes a weight; a graph for each shape would compile long."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    scales, bits = torch.tensor([3.0, 7.0, 7000.0]), []  # the last ones saturate
+    for compile in (NOT_COMPILED, CompileConfig(enable=True, backend=backend)):
+        for scale, rows in zip(scales, (64, 32, 160), strict=True):
+            layer = float8_layer(scale, rows, compile)
+            (data,), (kept,) = layer.weight.fsdp_pre_all_gather(None)
+            assert kept is scale and data.shape == (rows, 128)
+            bits.append(data.view(torch.uint8))
+    assert all(map(torch.equal, bits[:3], bits[3:]))
+    assert len(graphs) == 1
+
+
 class RefuseHostReads(TorchDispatchMode):
     """Fails where the host reads the value of a tensor, which would wait for a GPU."""
 
@@ -95,12 +146,12 @@ class RefuseHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def float8_layer(scale: Tensor) -> nn.Linear:
+def float8_layer(scale: Tensor, rows: int = 64, compile: CompileConfig = NOT_COMPILED) -> nn.Linear:
     """A linear layer whose weight is all-gathered in Float8, with this precomputed scale."""
-    model = nn.Sequential(nn.Linear(128, 64, bias=False))
-    convert_to_float8(
-        model, Float8Config(recipe_name="tensorwise", enable_fsdp_float8_all_gather=True)
-    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, rows, bias=False, dtype=torch.bfloat16))
+    config = Float8Config(recipe_name="tensorwise", enable_fsdp_float8_all_gather=True)
+    convert_to_float8(model, config, compile)
     layer = model[0]
     assert isinstance(layer, nn.Linear) and hasattr(layer.weight, "_precomputed_scale")
     layer.weight._precomputed_scale = scale
@@ -120,6 +171,6 @@ def test_an_update_of_low_memory_adam_does_not_read_the_scales_of_float8_weights
     config = OptimizerConfig.of(state_dtype="8bit", implementation="for-loop")
     optimizer = build_optimizer(layer, config)
     before = local_shard(layer.weight).clone()
-    layer.weight.grad = torch.ones(64, 128)
+    layer.weight.grad = torch.ones_like(local_shard(layer.weight))
     optimizer.step()
     assert not torch.equal(local_shard(layer.weight), before)

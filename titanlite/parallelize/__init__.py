@@ -32,6 +32,7 @@ from titanlite.parallelize.float8 import (
     Float8Config,
     build_float8_scale_update,
     convert_to_float8,
+    rounds_as_eager,
     select_linear_styles,
 )
 from titanlite.parallelize.fsdp import FSDPPolicy, apply_fsdp
@@ -119,7 +120,8 @@ def parallelize(
         output.config = transforms.loss
     for router in find_routers(model):
         router.set_balancing(transforms.load_balancing)
-    convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
+    # before TP, which has styles for Float8 linears
+    convert_to_float8(model, transforms.float8, transforms.compile)
     linear_styles_of = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
     apply_tensor_parallel(
@@ -137,7 +139,8 @@ def parallelize(
     if config.enable_async_tensor_parallel and mesh.tp.size() > 1:
         enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
     set_memory_budget(activation_checkpoint)  # likewise
-    compile_blocks(blocks, transforms.compile)
+    rounds = rounds_as_eager(transforms.float8, activation_checkpoint)
+    compile_blocks(blocks, transforms.compile, rounds)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves

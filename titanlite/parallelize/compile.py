@@ -39,8 +39,15 @@ class CompileConfig:
         return self.enable and component in self.components
 
 
-def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
+NOT_COMPILED = CompileConfig()
+
+
+def compile_blocks(
+    blocks: nn.ModuleDict, config: CompileConfig, rounds_as_eager: bool = False
+) -> None:
     """Compile the forward of every block as one graph; FSDP's hooks stay outside of it.
+
+    `rounds_as_eager`: round each result in a compute dtype below fp32, also inside of a kernel.
 
     Shapes are static, because those of a run do not change from step to step. A mixture of experts
     is several graphs, between its matmuls: how many rows an expert has changes from step to step,
@@ -51,12 +58,19 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     # A graph depends on a block's shapes, not on its weights. Pipeline stages, training and
     # validation differ in shapes, and each of them needs one graph per kind of block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    options = None  # other backends accept none
+    if rounds_as_eager and config.backend == "inductor":
+        options = {"emulate_precision_casts": True}
     for block in blocks.values():
         mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
         for mixture in mixtures:
             mixture.compile_functions(config.backend)
         block.forward = torch.compile(
-            block.forward, backend=config.backend, fullgraph=not mixtures, dynamic=False
+            block.forward,
+            backend=config.backend,
+            fullgraph=not mixtures,
+            dynamic=False,
+            options=options,
         )
 
 
