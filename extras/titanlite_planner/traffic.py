@@ -254,7 +254,8 @@ class _RankTraffic:
         blocks, again = self._recomputed()
         count, size = layout.n_microbatches, workload.numerics.activation_bytes
         self._add("context", "all-gather", count * (2 * blocks + again), elements * size)
-        self._add("context", "reduce-scatter", count * blocks, elements * FP32)
+        sent = count * blocks * (layout.context - 1)  # the gradient of each other rank's shard
+        self._add("context", "all-to-all", sent, elements * FP32 // layout.context)
 
     def _pipeline(self) -> None:
         """Activations to the next stage, and their gradients back."""

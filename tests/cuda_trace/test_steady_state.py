@@ -167,7 +167,7 @@ RANKS = {
     "CP, all-gather": (
         2,
         "parallelism.context_parallel_degree=2",
-        FSDP | {"allreduce_": ["float32"]},
+        FSDP | {"allreduce_": ["float32"], "alltoall_base_": ["float32"]},
     ),
     "CP, ring": (
         2,

@@ -133,8 +133,7 @@ def order_of_attention(layout) -> tuple[list[str], list[str]]:
 
         setattr(CpuFlash, name, recorded)
 
-    for name in ("_all_gather", "_reduce_scatter"):
-        record_collective(collectives, name)
+    record_collective(collectives, "_all_gather")
     record_collective(dist, "all_to_all_single")
     for name in ("forward", "backward"):
         record_tile(name)
@@ -149,8 +148,9 @@ def order_of_attention(layout) -> tuple[list[str], list[str]]:
 
 ONE_GATHER = "start own wait other other"
 ORDERS = {
-    "allgather": (ONE_GATHER, f"{ONE_GATHER} blocking _reduce_scatter"),
-    # In backward, gradients follow the keys and values around the ring, one step behind.
+    # In backward, each gradient is sent while the next one is computed.
+    "allgather": (ONE_GATHER, "start own wait other start other wait start wait"),
+    # Gradients follow the keys and values around the ring, one step behind.
     "alltoall": (
         "start own wait start other wait other",
         "start own start wait start other wait start wait other wait start wait",
@@ -164,6 +164,33 @@ def test_keys_and_values_are_exchanged_while_the_own_ones_are_computed_with(rota
     ranks = 3
     for orders in run_on_ranks(order_of_attention, ranks, Layout(context=ranks, rotate=rotate)):
         assert tuple(map(" ".join, orders)) == ORDERS[rotate]
+
+
+def sum_by_each_exchange(_) -> list[torch.Tensor]:
+    """The summed gradients of this rank's shard by each exchange, and their sum in fp64."""
+    group, shape = dist.group.WORLD, (2, 1, 2, 5, 8)
+    assert group is not None
+
+    def gradient_of(rank: int, source: int) -> torch.Tensor | None:
+        if (rank, source) == (1, 0):
+            return None  # no query of rank 1 attends to a key of rank 0
+        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * rank + source))
+
+    sums = [
+        exchange(group).sum_gradients(
+            torch.zeros(shape), lambda source, _: gradient_of(group.rank(), source)
+        )
+        for exchange in kv_exchange.KV_EXCHANGES.values()
+    ]
+    parts = [gradient_of(rank, group.rank()) for rank in range(group.size())]
+    exact = torch.stack([part.double() for part in parts if part is not None]).sum(0)
+    return [*sums, exact.float()]
+
+
+def test_all_gather_and_ring_sum_gradients_in_one_order():
+    for allgather, ring, exact in run_on_ranks(sum_by_each_exchange, 4, None):
+        assert torch.equal(allgather, ring)
+        assert (allgather - exact).abs().max() < 1e-6
 
 
 def peak_bytes_of_a_step(layout, recipe) -> int:

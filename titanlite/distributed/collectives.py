@@ -42,9 +42,8 @@ def all_reduce_max(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return value
 
 
-# Renamed in torch 2.13, where the old names warn.
+# Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
@@ -131,13 +130,6 @@ def _transfer(mesh: DeviceMesh, operation: Callable, value: Tensor, peer: int) -
     transfer = dist.P2POp(operation, value, group=mesh.get_group(), group_peer=peer)
     for work in dist.batch_isend_irecv([transfer]):
         work.wait()
-
-
-def reduce_scatter_sum(group: dist.ProcessGroup, stacked: Tensor) -> Tensor:
-    """Sum `stacked` [ranks, ...] over the ranks, and return this rank's entry [...]."""
-    own = stacked.new_empty(stacked[0].numel())
-    _reduce_scatter(own, stacked.reshape(-1), group=group)
-    return own.view(stacked.shape[1:])
 
 
 def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:

@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.distributed.collectives import (
-    reduce_scatter_sum,
-    start_all_gather,
-    start_all_to_all_rows,
-)
+from titanlite.distributed.collectives import start_all_gather, start_all_to_all_rows
 
 # (source rank, its keys and values) -> their gradient from this rank's queries, fp32; None: zero.
 ShardGradient = Callable[[int, Tensor], Tensor | None]
@@ -40,11 +36,26 @@ class KVExchange(ABC):
         Calls `gradient_of` for the keys and values of each rank.
         """
 
+    def _start_exchange(self, sent: Tensor, receiver: int, sender: int) -> Callable[[], Tensor]:
+        """Send to one rank; returns a function that waits for the tensor of another."""
+        sent_rows, received_rows = [0] * self.ranks, [0] * self.ranks
+        sent_rows[receiver] = received_rows[sender] = sent.numel()
+        buffer, wait_for_rows = start_all_to_all_rows(
+            self.group, sent.reshape(-1), sent_rows, received_rows
+        )
+
+        def wait() -> Tensor:
+            wait_for_rows()
+            return buffer.view(sent.shape)
+
+        return wait
+
 
 class KVAllGather(KVExchange):
     """One all-gather while computing with the own shard; memory for full sequences.
 
-    The reduce-scatter of the gradients overlaps with nothing, because it needs all of them.
+    Each gradient is sent to the shard's rank while the next one is computed (the bytes are those of
+    a reduce-scatter), and added in the order of the ring, so that both have equal bits.
     """
 
     def iterate_shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -56,11 +67,18 @@ class KVAllGather(KVExchange):
             yield source, shards[source]
 
     def sum_gradients(self, own: Tensor, gradient_of: ShardGradient) -> Tensor:
-        gradients = own.new_empty((self.ranks, *own.shape), dtype=torch.float32)
-        for source, keys_values in self.iterate_shards(own):
+        shards = self.iterate_shards(own)
+        total = gradient_of(*next(shards))
+        assert total is not None, "queries attend to keys of their own rank, the first source"
+        wait_for_part: Callable[[], Tensor] | None = None
+        for step, (source, keys_values) in enumerate(shards, 1):
             gradient = gradient_of(source, keys_values)
-            gradients[source] = 0.0 if gradient is None else gradient
-        return reduce_scatter_sum(self.group, gradients)
+            if wait_for_part is not None:
+                total.add_(wait_for_part())
+            if gradient is None:  # the receiver does not know
+                gradient = torch.zeros_like(total)
+            wait_for_part = self._start_exchange(gradient, source, (self.rank + step) % self.ranks)
+        return total if wait_for_part is None else total.add_(wait_for_part())
 
 
 class KVRing(KVExchange):
@@ -93,18 +111,8 @@ class KVRing(KVExchange):
 
     def _send_to_next_rank(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Send to the next rank; returns a function that waits for the previous rank's tensor."""
-        sent, received = [0] * self.ranks, [0] * self.ranks
-        sent[(self.rank + 1) % self.ranks] = tensor.numel()
-        received[(self.rank - 1) % self.ranks] = tensor.numel()
-        buffer, wait_for_rows = start_all_to_all_rows(
-            self.group, tensor.reshape(-1), sent, received
-        )
-
-        def wait() -> Tensor:
-            wait_for_rows()
-            return buffer.view(tensor.shape)
-
-        return wait
+        receiver, sender = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        return self._start_exchange(tensor, receiver, sender)
 
 
 # parallelism.context_parallel_rotate_method -> exchange

@@ -273,9 +273,12 @@ class BlockActivations:
 
     @cached_property
     def ring_backward(self) -> float:
-        """Likewise in backward, with the gradients of the keys and values of all ranks in fp32."""
+        """Likewise in backward, with gradients of keys and values in fp32.
+
+        These are the sum, and what one rank sends and receives while the next is computed.
+        """
         ranks, wide, pair = self.workload.layout.context, 4 / self.size, 2 * self.key
-        gathered = pair * (1 + ranks * (1 + wide))
+        gathered = pair * (1 + ranks + wide * (3 if ranks > 2 else 1))
         tile = self._repeated * 2 + pair if self._repeated else pair
         first, second = self.query, self.query / 2 + pair * wide
         if self.on_cpu and self.size < 4:  # a CPU adds a copy of the gradient in fp32

@@ -19,8 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.distributed.collectives import all_gather_tensor, reduce_scatter_sum
+from titanlite.distributed.collectives import all_gather_tensor
 from titanlite_planner.forked import run_in_processes
+
+# Renamed in torch 2.13, where the old name warns.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MATMUL = 1024  # rows and columns of a square matmul
@@ -145,6 +148,7 @@ def _measure_link(stopwatch: _Stopwatch, ranks: int) -> float:
     assert group is not None
 
     def collectives() -> None:
-        reduce_scatter_sum(group, all_gather_tensor(group, own))
+        stacked = all_gather_tensor(group, own)
+        reduce_scatter(torch.empty_like(own), stacked.view(-1), group=group)
 
     return 2 * own.nbytes * (ranks - 1) / stopwatch.mean(collectives, COLLECTIVES)
