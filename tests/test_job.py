@@ -369,7 +369,8 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--attention.backend", "math", "--parallelism.context_parallel_degree", "2"],
             2,
-            "cannot be used with context parallel",
+            "cannot be used with context parallel: it does not return the log-sum-exp that merges"
+            ' partial results. Use "auto", or flash, cudnn, fa3, fa4',
         ),
         (["--attention.mask", "document", "--data.tokenizer", "none.model"], 1, "data.tokenizer"),
         (["--attention.mask", "documents"], 1, 'Did you mean "document"'),

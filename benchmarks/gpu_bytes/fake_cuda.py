@@ -69,11 +69,12 @@ class Trace:
     collectives: list[tuple[int, str, torch.dtype]] = field(default_factory=list)
     # on the device: (step, operator, dtype of its input)
     operations: Counter[int] = field(default_factory=Counter)  # step -> operations on the device
+    attention: Counter[tuple[int, str]] = field(default_factory=Counter)  # by (step, operator)
 
     def restart(self, position: Callable[[], tuple[int, str]]) -> None:
         """Forget everything, and trace a run with this position."""
         self.position = position
-        for records in (self.waits, self.collectives, self.operations):
+        for records in (self.waits, self.collectives, self.operations, self.attention):
             records.clear()
 
     def wait(self, reason: str) -> None:
@@ -84,6 +85,10 @@ class Trace:
     def waits_of(self, step: int) -> list[str]:
         """What the host waited for in a step."""
         return [reason for at, reason in self.waits if at == step]
+
+    def attention_of(self, step: int) -> dict[str, int]:
+        """The calls of each attention operator in a step."""
+        return {name: calls for (at, name), calls in sorted(self.attention.items()) if at == step}
 
     def collectives_of(self, step: int) -> dict[str, list[str]]:
         """The dtypes of each kind of collective in a step."""
@@ -167,8 +172,10 @@ class DeviceTrace(TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def _run_on_device(self, operation, args, kwargs):
-        self.trace.operations[self.trace.position()[0]] += 1
-        name = operation.name()
+        name, (step, _) = operation.name(), self.trace.position()
+        self.trace.operations[step] += 1
+        if name.startswith("aten::_scaled_dot_product_"):
+            self.trace.attention[step, name.removeprefix("aten::_scaled_dot_product_")] += 1
         if name in NONDETERMINISTIC and torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(f"{name} does not have a deterministic implementation on CUDA")
         if operation.namespace == "titanlite":  # what is in it, not its result alone

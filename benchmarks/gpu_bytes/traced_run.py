@@ -54,6 +54,7 @@ def trace_run(trace: Trace, settings: list[str], ranks: int) -> dict[str, Any]:
         "waits": trace.waits_of(2),
         "waits_when_logging": trace.waits_of(last),
         "collectives": trace.collectives_of(2),
+        "attention": trace.attention_of(2),
         "graphs": graphs[1] - graphs[0],
         "later_graphs": graphs[last] - graphs[2],
     }

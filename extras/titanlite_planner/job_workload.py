@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -40,12 +40,23 @@ def workload_of(job: Job) -> Workload:
         compiled=config.compile.compiles("model"),
         fused_attention=True,
         overlap=Overlap(tensor=config.parallelism.enable_async_tensor_parallel),
-        attention_kernel="native" if config.attention.backend in OWN_KERNELS else "flash2",
+        attention_kernel=_attention_kernel_of(job),
         offload_activations=config.activation_checkpoint.offload,
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
         step_in_backward=config.optimizer.early_step_in_backward,
         offload_parameters=config.training.enable_cpu_offload,
     )
+
+
+def _attention_kernel_of(job: Job) -> Literal["native", "flash2"]:
+    """The kernel that is named, or that is expected to be the fastest: see `choose_kernel`."""
+    config = job.config
+    if config.attention.backend != "auto":
+        return "native" if config.attention.backend in OWN_KERNELS else "flash2"
+    # cuDNN has no document masks, no fp32 and no deterministic backward.
+    is_half = job.transforms.compute_dtype.itemsize == 2
+    supported = is_half and config.attention.mask == "causal" and not config.debug.deterministic
+    return "native" if supported else "flash2"
 
 
 def _layout_of(job: Job) -> Layout:

@@ -192,3 +192,15 @@ def test_collectives_have_the_configured_dtypes(worker, name):
     step = worker.trace(settings, ranks)
     assert_host_runs_ahead(step)
     assert step["collectives"] == dict(sorted(dtypes.items()))
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "auto"])
+def test_context_parallel_runs_the_configured_kernel(worker, backend):
+    settings = f"parallelism.context_parallel_degree=4 attention.backend={backend}"
+    step = worker.trace(f"{settings} activation_checkpoint.mode=none", ranks=4)
+    assert_host_runs_ahead(step)
+    (forward, calls), (backward, backward_calls) = step["attention"].items()
+    if backend != "auto":
+        assert forward == f"{backend}_attention"
+    assert backward == f"{forward}_backward"
+    assert calls == backward_calls == 2 * 4  # blocks, and tiles: one with the keys of each rank

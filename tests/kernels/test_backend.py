@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from titanlite.kernels.backend import (
     set_attention_kernel,
 )
 from titanlite.kernels.backend import _KernelTrial as KernelTrial
+from titanlite.kernels.flash import CpuFlash, CudnnAttention
 from titanlite.models import FAMILIES, Llama3Sizes
 
 FAMILY, CPU = FAMILIES["llama3"], torch.device("cpu")
@@ -87,21 +89,22 @@ def test_a_compiled_block_runs_the_configured_kernel(kernel):
     assert ops.names == EXPECTED_OPS["flash"]
 
 
-def choose_on_cpu(dtype=torch.float32, context_parallel=False, **section) -> str | None:
+def choose_on_cpu(dtype=torch.float32, context_degree=1, **section) -> str | None:
     config = AttentionConfig(**section)
-    return choose_kernel(config, ATTENTION, dtype, CPU, context_parallel=context_parallel)
+    return choose_kernel(config, ATTENTION, dtype, CPU, context_degree=context_degree)
 
 
 def test_on_a_cpu_sdpa_chooses_the_kernel_and_nothing_is_measured():
     """A choice by measured times could change the bits of a restarted run."""
     assert choose_on_cpu() is None
     assert choose_on_cpu(torch.bfloat16) is None
-    assert choose_on_cpu(context_parallel=True) is None
+    assert choose_on_cpu(context_degree=2) is None
     assert choose_on_cpu(mask="document") is None
 
 
 def test_a_configured_kernel_that_can_run_is_choose_on_cpu():
     assert [choose_on_cpu(backend=name) for name in CPU_KERNELS] == list(CPU_KERNELS)
+    assert choose_on_cpu(backend="flash", context_degree=2) == "flash"
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - set(CPU_KERNELS)))
@@ -115,6 +118,47 @@ def test_a_kernel_that_cannot_run_is_refused_with_the_reason(name):
     reason = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}.get(name, "No viable backend")
     assert reason in message
     assert choose_on_cpu() is None  # the refused kernel is not still active
+
+
+def test_a_kernel_that_context_parallel_cannot_use_is_refused_with_those_that_it_can():
+    with pytest.raises(ConfigError, match="or another of flash, cudnn, fa3, fa4") as refused:
+        choose_on_cpu(backend="cudnn", context_degree=2)
+    assert "No viable backend" in str(refused.value)
+
+
+def test_a_kernel_of_context_parallel_with_infinite_results_is_refused(monkeypatch):
+    backward = CpuFlash.backward
+    monkeypatch.setattr(
+        CpuFlash, "backward", lambda *args: [grad * math.inf for grad in backward(*args)]
+    )
+    with pytest.raises(ConfigError, match="its results are not finite"):
+        choose_on_cpu(backend="flash", context_degree=2)
+
+
+@pytest.mark.parametrize("n_keys", [24, 12])
+def test_cudnn_gets_what_its_plans_and_its_lse_require(n_keys):
+    """Shapes and strides of the operators, on the meta device."""
+    q = torch.empty(2, 48, 8, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)[:, :, 24:]
+    k, v = torch.empty(2, 2, 2, n_keys, 64, device="meta", dtype=torch.bfloat16)
+    kernel, causal = CudnnAttention(), n_keys == 24
+    out, lse = kernel.forward(q, k, v, causal)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    seen: list[dict] = []
+
+    class Arguments(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default:
+                names = (argument.name for argument in function._schema.arguments)
+                seen.append(dict(zip(names, args, strict=False)))
+            return function(*args, **(kwargs or {}))
+
+    with Arguments():
+        grads = kernel.backward(torch.empty_like(out).contiguous(), q, k, v, out, lse, causal)
+    (given,) = seen
+    assert given["grad_out"].stride() == given["out"].stride() == q.stride()
+    assert given["logsumexp"].shape == (*lse.shape, 1) and given["logsumexp"].is_contiguous()
+    assert (given["max_q"], given["max_k"], given["is_causal"]) == (24, n_keys, causal)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_only_kernels_that_can_run_are_measured():

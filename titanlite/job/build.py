@@ -221,7 +221,7 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
             job.attention_shape,
             job.transforms.compute_dtype,
             device,
-            context_parallel=layout.mesh.cp.size() > 1,
+            context_degree=layout.mesh.cp.size(),
         )
     )
     activate_flash_package(kernel)

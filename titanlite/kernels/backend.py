@@ -11,10 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -25,7 +26,7 @@ from torch.nn.attention import (
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.documents import SupportsDocuments, index_documents
-from titanlite.kernels.flash import EagerAttention, flash_kernel_for
+from titanlite.kernels.flash import EagerAttention, flash_kernel_for, sdpa
 from titanlite.log import logger
 
 KERNELS = {  # in the order in which a deterministic run tries them: it uses the first that works
@@ -38,8 +39,10 @@ KERNELS = {  # in the order in which a deterministic run tries them: it uses the
 }
 FLASH_PACKAGES = ("fa3", "fa4")  # installed as packages of their own
 CPU_KERNELS = ("flash", "math")
-DOCUMENT_KERNELS = ("flash", *FLASH_PACKAGES)  # support variable-length sequences
-CONTEXT_PARALLEL_KERNELS = ("flash",)  # return the log-sum-exp that merging partial results needs
+# Support variable-length sequences. cuDNN would make a plan for each set of documents.
+DOCUMENT_KERNELS = ("flash", *FLASH_PACKAGES)
+# Return the log-sum-exp that merging partial results needs.
+CONTEXT_PARALLEL_KERNELS = ("flash", "cudnn", *FLASH_PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -95,29 +98,31 @@ def choose_kernel(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    context_parallel: bool = False,
+    context_degree: int = 1,
 ) -> str | None:
-    """The kernel of a job; None: let SDPA, document attention or context parallel choose.
+    """The kernel of a job, which is logged; None: SDPA chooses, or there is only `EagerAttention`.
 
     All ranks must use the same kernel, so one rank chooses for all. Raises ConfigError.
     """
-    documents = config.mask == "document"
-    trial = _KernelTrial(shape, dtype, device, documents)
+    needs_lse = config.mask == "document" or context_degree > 1
+    trial = _KernelTrial(shape, dtype, device, config.mask == "document", context_degree)
     if config.backend != "auto":
-        if reason := trial.failure(config.backend, needs_lse=documents or context_parallel):
+        if reason := trial.failure(config.backend, needs_lse):
             raise ConfigError(
                 f'attention.backend = "{config.backend}": cannot run on {device.type} in {dtype}'
                 f" with {shape}: {reason}",
-                fix='Use "auto", or another kernel.',
+                fix=f'Use "auto", or another of {", ".join(_allowed(config, context_degree))}.',
             )
+        logger.info("attention kernel: %s", config.backend)
         return config.backend
-    if context_parallel or (documents and trial.is_eager):
+    if needs_lse and trial.is_eager:
+        logger.info("attention kernel: matmuls and a softmax in fp32")
         return None
     if device.type == "cpu":
         # SDPA chooses the flash kernel itself. It is not named here, because a compiled block that
         # names its kernel is not found in the compiler's cache (torch 2.13).
         return None
-    candidates = DOCUMENT_KERNELS if documents else tuple(KERNELS)
+    candidates = _allowed(config, context_degree)
     # Measured times vary between runs, so a deterministic run must not choose by them.
     measure = not torch.are_deterministic_algorithms_enabled()
     milliseconds = trial.measure([name for name in candidates if name != "math"], measure)
@@ -130,13 +135,22 @@ def choose_kernel(
     return chosen
 
 
+def _allowed(config: AttentionConfig, context_degree: int) -> tuple[str, ...]:
+    """The kernels that support the mask, and context parallel if the degree is above 1."""
+    if config.mask == "document":  # these support context parallel too
+        return DOCUMENT_KERNELS
+    return CONTEXT_PARALLEL_KERNELS if context_degree > 1 else tuple(KERNELS)
+
+
+@dataclass(frozen=True)
 class _KernelTrial:
     """Runs a job's attention on random inputs; documents are a quarter of a sequence."""
 
-    def __init__(
-        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, documents: bool
-    ):
-        self.shape, self.dtype, self.device, self.documents = shape, dtype, device, documents
+    shape: AttentionShape
+    dtype: torch.dtype
+    device: torch.device
+    documents: bool
+    context_degree: int = 1
 
     @property
     def is_eager(self) -> bool:
@@ -191,7 +205,7 @@ class _KernelTrial:
         generator = torch.Generator(self.device).manual_seed(0)
         inputs = [
             torch.randn(
-                (shape.batch, shape.seq_len, heads, shape.head_dim),
+                (shape.batch, shape.seq_len // self.context_degree, heads, shape.head_dim),
                 dtype=self.dtype,
                 device=self.device,
                 generator=generator,
@@ -203,6 +217,8 @@ class _KernelTrial:
         # MHACacheKeyWrapper in MHA.cpp): a later gradient in another order gave wrong gradients of
         # q on an H100.
         grad = inputs[0].clone()
+        if self.context_degree > 1:
+            return partial(self._run_tiles, name, inputs, grad)
         for tensor in inputs:
             tensor.requires_grad_()
         documents = None
@@ -216,6 +232,20 @@ class _KernelTrial:
                 torch.cuda.synchronize(self.device)
 
         return run
+
+    def _run_tiles(self, name: str, inputs: list[Tensor], grad: Tensor) -> None:
+        """Two tiles of context parallel: a causal one, and one with half of the keys."""
+        if name == "cudnn":  # only SDPA checks what cuDNN supports, and whether it may be used
+            q, k, v = (tensor[:, :, :64] for tensor in inputs)  # few tokens, not to be timed
+            sdpa(q, k, v, KERNELS[name], is_causal=True)
+        (q, *keys_values), kernel = inputs, flash_kernel_for(inputs[0], name == "cudnn")
+        for causal in (True, False):
+            n_keys = q.shape[2] if causal else q.shape[2] // 2
+            keys, values = (tensor[:, :, :n_keys] for tensor in keys_values)
+            out, lse = kernel.forward(q, keys, values, causal)
+            grads = kernel.backward(grad, q, keys, values, out, lse, causal)
+            if not all(tensor.isfinite().all() for tensor in (lse, *grads)):  # waits for the device
+                raise RuntimeError("its results are not finite")
 
 
 # FlashAttention 3 and 4 replace torch's own FlashAttention in the whole process.
@@ -241,12 +271,10 @@ def check_attention_config(
 ) -> Iterator[ConfigError]:
     """Reject a kernel that does not support the mask or context parallel, and a document mask
     without a tokenizer."""
-    supported, feature, reason = tuple(KERNELS), "", ""
-    if config.mask == "document":
-        supported, feature = DOCUMENT_KERNELS, 'attention.mask = "document"'
-        reason = "it has no variable-length support"
-    if context_degree > 1:
-        supported, feature = CONTEXT_PARALLEL_KERNELS, "context parallel"
+    supported = _allowed(config, context_degree)
+    feature, reason = 'attention.mask = "document"', "it has no variable-length support"
+    if config.mask != "document":
+        feature = "context parallel"
         reason = "it does not return the log-sum-exp that merges partial results"
     if config.backend not in ("auto", *supported):
         yield ConfigError(

@@ -17,14 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 aten = torch.ops.aten
 
 
-def flash_kernel_for(q: Tensor) -> EagerAttention | CudaFlash | CpuFlash:
-    """The fastest kernel for the device and dtype of `q`; `EagerAttention` says what they do."""
+def flash_kernel_for(
+    q: Tensor, cudnn: bool = False
+) -> EagerAttention | CudaFlash | CudnnAttention | CpuFlash:
+    """The kernel for the device and dtype of `q` (see `EagerAttention`); `cudnn`: on a GPU."""
     if q.device.type == "cpu":
         return CpuFlash()
     is_half, head_dim = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
     is_ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)  # or newer
     supported = is_half and is_ampere and head_dim % 8 == 0 and head_dim <= 256
-    return CudaFlash() if supported else EagerAttention()
+    return (CudnnAttention() if cudnn else CudaFlash()) if supported else EagerAttention()
 
 
 class EagerAttention:
@@ -61,7 +63,7 @@ class EagerAttention:
 
 
 class CudaFlash:
-    """FlashAttention on a GPU; supports grouped queries itself, but no masks."""
+    """FlashAttention 2, 3 or 4 on a GPU; supports grouped queries itself, but no masks."""
 
     def forward(self, q, k, v, mask):
         if isinstance(mask, Tensor):
@@ -76,6 +78,32 @@ class CudaFlash:
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's generator
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, mask, unused, unused
+        )
+
+
+class CudnnAttention:
+    """As `CudaFlash`, by cuDNN, which takes time to plan a call of sizes it has not seen before."""
+
+    def forward(self, q, k, v, mask):
+        if isinstance(mask, Tensor):
+            return EagerAttention().forward(q, k, v, mask)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, mask)
+        return out, lse.squeeze(-1)  # of [B, H, T, 1]
+
+    def backward(self, grad, q, k, v, out, lse, mask):
+        if isinstance(mask, Tensor):
+            return EagerAttention().backward(grad, q, k, v, out, lse, mask)
+        # Torch 2.11 finds a plan by the strides of q, k and v alone, and one that was made for
+        # other strides of `out` or `grad` computes wrong gradients: those of q, always.
+        strided = q.new_empty_strided
+        grad, out = (
+            tensor if tensor.stride() == q.stride() else strided(q.shape, q.stride()).copy_(tensor)
+            for tensor in (grad, out)
+        )
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's generator
+        others = unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, mask
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), *others
         )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
@@ -27,7 +28,7 @@ from titanlite.parallelize.context_tiles import SequenceShard, encode_document_t
 
 
 def _attend_over_ranks(
-    options: tuple[str, bool, str, int],
+    options: tuple[str, bool, str, int, bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -36,7 +37,7 @@ def _attend_over_ranks(
 ) -> Tensor:
     """Causal attention of q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks of a group.
 
-    `options`: the last four parameters of `context_parallel_forward`. Returns [B, H, T, K].
+    `options`: the last five parameters of `context_parallel_forward`. Returns [B, H, T, K].
     """
     assert cache is None, "generation runs on one process"
     tiles = None if documents is None else documents.on_host
@@ -62,7 +63,8 @@ def apply_context_parallel(
         if fnmatchcase(name, pattern):
             attention = module
             assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"
-            options = group_name, shard.balanced, rotate_method, attention.window
+            cudnn = attention.backend == SDPBackend.CUDNN_ATTENTION
+            options = group_name, shard.balanced, rotate_method, attention.window, cudnn
             module.forward = partial(_attend_over_ranks, options)
 
 

@@ -38,15 +38,16 @@ def context_parallel_forward(
     balanced: bool,
     rotate_method: str,
     window: int,
+    cudnn: bool,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries over the keys and values of all ranks of a group.
 
     q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: the
     result of `encode_document_tiles`, or None. `window`: tokens that a token attends to, itself
-    included; 0: all up to itself. Returns the output [B, H, T, K] and the log-sum-exp
-    of the scores [B, H, T] in fp32.
+    included; 0: all up to itself. `cudnn`: see `flash_kernel_for`. Returns the output
+    [B, H, T, K] and the log-sum-exp of the scores [B, H, T] in fp32.
     """
-    flash = flash_kernel_for(q)
+    kernel = flash_kernel_for(q, cudnn)
     options = group_name, balanced, rotate_method, window
     exchange, tiles_with_keys_of = _plan_attention(q, documents, *options)
     out = torch.empty_like(q, dtype=torch.float32)
@@ -57,7 +58,7 @@ def context_parallel_forward(
             k_index = (tile.sequences, ALL, tile.keys)
             parts = q[q_index], keys[k_index], values[k_index]
             mask = _mask_of_tile(tile, parts[0], parts[1], window)
-            tile_out, tile_lse = flash.forward(*parts, mask)
+            tile_out, tile_lse = kernel.forward(*parts, mask)
             if tile.causal:  # the first tile of these queries
                 out[q_index], lse[q_index] = tile_out, tile_lse
             else:
@@ -92,9 +93,10 @@ def context_parallel_backward(
     balanced: bool,
     rotate_method: str,
     window: int,
+    cudnn: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q [B, H, T, K], and of k and v in one tensor [2, B, Hkv, T, K]."""
-    flash = flash_kernel_for(q)
+    kernel = flash_kernel_for(q, cudnn)
     options = group_name, balanced, rotate_method, window
     exchange, tiles_with_keys_of = _plan_attention(q, documents, *options)
     dq = torch.zeros_like(q, dtype=torch.float32)
@@ -110,7 +112,7 @@ def context_parallel_backward(
             kv_index = (ALL, tile.sequences, ALL, tile.keys)
             keys, values = keys_values[kv_index]
             # `lse` is that of all keys, so the gradients of the tiles add up.
-            tile_dq, tile_dk, tile_dv = flash.backward(
+            tile_dq, tile_dk, tile_dv = kernel.backward(
                 grad_out[q_index],
                 q[q_index],
                 keys,
@@ -168,7 +170,7 @@ def _save_context_parallel_inputs(ctx, inputs, output) -> None:
 
 def _backward_of_context_parallel(ctx, grad_out: Tensor, _grad_lse):
     dq, (dk, dv) = context_parallel_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, *[None] * 6
 
 
 context_parallel_forward.register_autograd(

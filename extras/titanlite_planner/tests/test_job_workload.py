@@ -46,6 +46,23 @@ def test_the_recomputation_of_a_job():
     assert workload(mode, "selective", *option).recompute == "per_operation"
 
 
+@pytest.mark.parametrize(
+    ("settings", "kernel"),
+    [
+        ("parallelism.context_parallel_degree=2", "native"),
+        ("parallelism.context_parallel_degree=2 attention.backend=flash", "flash2"),
+        ("parallelism.context_parallel_degree=2 attention.backend=fa3", "native"),
+        ("attention.mask=document data.tokenizer=bytes", "flash2"),
+        ("training.mixed_precision_param=float32", "flash2"),
+        ("debug.deterministic=true", "flash2"),
+    ],
+)
+def test_the_attention_kernel_is_the_one_that_the_gpu_is_expected_to_choose(settings, kernel):
+    bf16 = "training.mixed_precision_param=bfloat16"
+    argv = [f"--{setting}" for setting in (bf16, *settings.split())]
+    assert workload(*argv, ranks=2).attention_kernel == kernel
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_float8_recipe_of_a_job(recipe):
     converter = ["--model.converters", '["quantize.linear.float8"]']
