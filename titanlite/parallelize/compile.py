@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def compile_blocks(
     # A graph depends on a block's shapes, not on its weights. Pipeline stages, training and
     # validation differ in shapes, and each of them needs one graph per kind of block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    options = None  # other backends accept none
+    options: Any = None  # other backends accept none
     if rounds_as_eager and config.backend == "inductor":
         options = {"emulate_precision_casts": True}
     for block in blocks.values():

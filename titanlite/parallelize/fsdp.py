@@ -56,7 +56,9 @@ def apply_fsdp(
     """
 
     def needs_fsdp(parameters: set[nn.Parameter], mesh: DeviceMesh) -> bool:
-        to_float8 = any(hasattr(local_shard(p), "fsdp_pre_all_gather") for p in parameters)
+        # `local_shard` would unwrap torchao's tensor
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        to_float8 = any(hasattr(tensor, "fsdp_pre_all_gather") for tensor in local)
         casts = to_float8 or any(p.dtype != policy.compute_dtype for p in parameters)
         return mesh.size() > 1 or policy.offload or casts
 
