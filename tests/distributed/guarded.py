@@ -169,13 +169,11 @@ class Injector:
         self._own = [fault for fault in faults if fault.rank == dist.get_rank()]
         self._done: set[Fault] = set()  # those that came once
         self._active: list[Fault] = []
-        parameters, modules = (
-            dict(state.model.named_parameters()),
-            dict(state.model.named_modules()),
-        )
+        self._parameters = dict(state.model.named_parameters())
+        modules = dict(state.model.named_modules())
         for fault in self._own:
             if fault.kind == "gradient":
-                parameter = parameters[f"{fault.name}.weight"]
+                parameter = self._parameters[f"{fault.name}.weight"]
                 parameter.register_post_accumulate_grad_hook(self._hook_gradient(fault))
             if fault.kind == "activation":
                 modules[fault.name].register_forward_hook(self._hook_output(fault))
@@ -192,16 +190,22 @@ class Injector:
             for fault in self._active:
                 if fault.kind == "loss":
                     losses[0] = fault.value
+                if fault.kind == "gradient":  # sums of micro-batches become gradients at the end
+                    self._write_gradient(fault)
             return losses
 
         return SimpleNamespace(forward_backward=forward_backward)
 
     def _hook_gradient(self, fault: Fault):
         def write(parameter) -> None:
-            if fault in self._active:
-                local_shard(parameter.grad).flatten()[0] = fault.value
+            if fault in self._active and parameter.grad is not None:
+                self._write_gradient(fault)
 
         return write
+
+    def _write_gradient(self, fault: Fault) -> None:
+        grad = self._parameters[f"{fault.name}.weight"].grad
+        local_shard(grad).flatten()[0] = fault.value
 
     def _hook_output(self, fault: Fault):
         def write(_module, _inputs, output: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.distributed.collectives import local_shard
 from titanlite.models import FAMILIES
 from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
@@ -67,7 +68,7 @@ def test_initial_weights_are_bit_equal_under_every_layout(layout):
 
 def bytes_of_weights(layout, sizes) -> int:
     model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
-    return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    return sum(local_shard(p).untyped_storage().nbytes() for p in model.parameters())
 
 
 def test_a_pipeline_rank_allocates_only_its_own_stages():
@@ -167,7 +168,7 @@ def largest_allocation(layout, sizes) -> tuple[int, int]:
 
     with LargestTensor():
         model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
-    shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
+    shards = [local_shard(p).untyped_storage().nbytes() for p in model.parameters()]
     return largest, max(shards)
 
 

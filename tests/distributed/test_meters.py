@@ -27,6 +27,7 @@ from tests.distributed.oracle import (
     tokens,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.distributed.collectives import local_shard
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.layer_norms import KINDS, combine_layer_norms
 from titanlite.meters.noise_scale import NoiseMeter, NoiseScale, build_noise_scale
@@ -111,7 +112,7 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
     result = take_step(state, engine, engine.prepare(inputs, labels), settings=settings)
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
-        weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())
+        weights.update(local_shard(parameter.detach()).contiguous().numpy().tobytes())
     combined = combine_layer_norms(state, mesh, result.own_norms, LAYERS, layer_of)
     measurement, losses = noise.take(), of_sources.take()
     return (

@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
+from titanlite.distributed.collectives import local_shard
 from titanlite.storage import StorageFolder
 
 BAD_STEP = 5
@@ -45,7 +46,7 @@ def inject_inf(name: str, kind: str, only: tuple[int, ...] = ()) -> None:
         is_bad = calls[0] in only if only else calls[0] >= BAD_STEP
         if is_bad and os.environ["RANK"] == "1":
             tensor = parameter if kind == "weight" else parameter.grad
-            tensor.detach().to_local().flatten()[-1] = math.inf
+            local_shard(tensor.detach()).flatten()[-1] = math.inf
 
     def build_and_register_hook(*args, **options):
         sharded = build(*args, **options)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.faults.launch import LaunchedRun, events_of
+from titanlite.distributed.collectives import local_shard
 from titanlite.errors import EXIT_DIVERGED, TrainingDiverged
 from titanlite.meters import replica_check
 from titanlite.meters.metered_run import ReplicaCheckConfig
@@ -33,7 +34,7 @@ def prepare_faults() -> None:
         seconds[0] += 1.3 if rank == SLOW_RANK else 1.0
         forwards[0] += 1
         if forwards[0] == DAMAGED_STEP and rank == DAMAGED_RANK:  # one micro-batch a step
-            parameter = dict(model[0].named_parameters())[WEIGHT].detach().to_local()
+            parameter = local_shard(dict(model[0].named_parameters())[WEIGHT].detach())
             parameter.view(-1).view(torch.int32)[7] ^= 1 << 12  # a lower bit may be rounded away
 
     def build_and_count(*args, **options):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_parallel_modules
@@ -63,9 +63,9 @@ def run_step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     loss = sharded.model(ids[:, :-1], labels=ids[:, 1:]) / ids[:, 1:].numel()
     loss.backward()
     gradients = {
-        name: parameter.grad.full_tensor().float()
+        name: local_shard(parameter.grad).float()
         for name, parameter in sharded.model.named_parameters()
-        if isinstance(parameter.grad, DTensor)
+        if parameter.grad is not None
     }
     return loss.item(), gradients
 

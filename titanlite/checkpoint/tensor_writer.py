@@ -270,7 +270,7 @@ class CollectiveSave:
             "written",
             self.group,
         )
-        gathered = _gather_objects(tree, results)
+        gathered = _gather_pickled(tree, results)
         self._on_rank_0(folder, lambda: writer.finish(_copy(metadata), gathered))
 
     def _exchange_plans(
@@ -283,7 +283,7 @@ class CollectiveSave:
     ) -> None:
         """Let rank 0 decide which rank writes each chunk that several ranks have."""
         self._local = self._final = self._metadata = None  # if this fails, the next save repeats it
-        gathered, finals = _gather_objects(tree, local), list[SavePlan]()
+        gathered, finals = _gather_pickled(tree, local), list[SavePlan]()
 
         def merge() -> None:
             plans, self._metadata = planner.create_global_plan(gathered)
@@ -305,7 +305,7 @@ class CollectiveSave:
         run_on_rank_0(call, self.group)
 
 
-def _gather_objects(tree: RankTree, own: Any) -> list[Any]:
+def _gather_pickled(tree: RankTree, own: Any) -> list[Any]:
     """The objects of all ranks, on rank 0; an empty list on the others."""
     if tree.size == 1:  # nothing is sent, so nothing is pickled
         return [own]
