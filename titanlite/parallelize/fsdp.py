@@ -56,10 +56,7 @@ def apply_fsdp(
     """
 
     def needs_fsdp(parameters: set[nn.Parameter], mesh: DeviceMesh) -> bool:
-        # `local_shard` would unwrap torchao's tensor
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        to_float8 = any(hasattr(tensor, "fsdp_pre_all_gather") for tensor in local)
-        casts = to_float8 or any(p.dtype != policy.compute_dtype for p in parameters)
+        casts = any(p.dtype != policy.compute_dtype or _to_float8(p) for p in parameters)
         return mesh.size() > 1 or policy.offload or casts
 
     of_experts = {p for module in experts.values() for p in module.parameters()}
@@ -102,6 +99,12 @@ def apply_fsdp(
         shard(group, frees_last if group == list(after) else frees)
     shard([model], frees_last)
     _prefetch_next_group([[g[0], *(experts[m] for m in g if m in experts)] for g in groups])
+
+
+def _to_float8(parameter: nn.Parameter) -> bool:
+    """Whether it is gathered in Float8; `local_shard` would unwrap torchao's tensor."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return hasattr(local, "fsdp_pre_all_gather")
 
 
 def _place_shards(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
