@@ -37,6 +37,6 @@ def _repeated_of_block(workload: Workload, block: int) -> float:
 def describe_recomputation(workload: Workload) -> str:
     """A line for people: what is stored and repeated."""
     return (
-        f"activations: a block stores {stored_bytes_per_token(workload):,.0f} bytes a token on a"
-        f" rank; recomputation adds {repeated_flops(workload):.1%} to the FLOPs of a step"
+        f"activations: a block stores {stored_bytes_per_token(workload):,.0f} bytes a token;"
+        f" recomputation adds {repeated_flops(workload):.1%} to the FLOPs of a step"
     )
