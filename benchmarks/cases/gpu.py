@@ -45,11 +45,13 @@ FLOAT8 = {
     "model.converters": '["quantize.linear.float8"]',
     "compile.enable": "true",
 }
-ACCUMULATED = 8  # micro-batches of a step, as a GPU of eight has of the optimizer's work
+ACCUMULATED = (
+    "bf16 compiled, 8 micro-batches"  # each of 8 GPUs has an eighth of the optimizer's work
+)
 MODES = {
     "bf16 eager": {},
     "bf16 compiled": {"compile.enable": "true"},
-    f"bf16 compiled, {ACCUMULATED} micro-batches": {"compile.enable": "true"},
+    ACCUMULATED: {"compile.enable": "true"},
     "Float8 tensorwise compiled": {**FLOAT8, "quantize.linear.float8.recipe_name": "tensorwise"},
     "Float8 rowwise compiled": {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"},
 }
@@ -105,6 +107,11 @@ class GpuRow:
     compile_seconds: float | None = None
     data_share: float | None = None
     missed: str = ""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return 8 if self.mode == ACCUMULATED else 1
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -201,7 +208,6 @@ def settings_of_run(
     blank: GpuRow, plan: Plan, out: Path, corpus: Path, log_freq: int
 ) -> dict[str, object]:
     """Settings of one run that writes a line of metrics.jsonl every `log_freq` steps."""
-    accumulated = ACCUMULATED if "micro-batches" in blank.mode else 1
     return {
         "job.dump_folder": out,
         "job.device": "cuda",
@@ -209,7 +215,7 @@ def settings_of_run(
         "data.sources": f'[{{ name = "text", path = "{corpus}/train" }}]',
         "training.seq_len": blank.seq_len,
         "training.steps": 3 * log_freq,
-        "training.global_batch_size": accumulated * plan.micro_batch,
+        "training.global_batch_size": blank.micro_batches * plan.micro_batch,
         "metrics.log_freq": log_freq,
         "loss.chunk_tokens": LOSS_CHUNK_TOKENS,
         **plan.settings,
@@ -252,7 +258,7 @@ class _Runner:
         out, sizes = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
         flops = plan.micro_batch * blank.seq_len * FAMILY.flops_per_token(sizes, blank.seq_len)
         flops *= 1 + plan.recompute.recomputed / 3
-        flops *= ACCUMULATED if "micro-batches" in blank.mode else 1
+        flops *= blank.micro_batches
         log_freq = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
         settings = settings_of_run(blank, plan, out, self.corpus, log_freq)
         process, errors = self.waiting, self.errors

@@ -14,14 +14,12 @@ from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees
 from titanlite.models import FAMILIES
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, compile_blocks
 from titanlite.parallelize.float8 import (
     AUTO_FILTER,
     Float8Config,
     check_float8,
     convert_to_float8,
-    rounds_as_eager,
     select_float8_layers,
 )
 
@@ -95,26 +93,16 @@ def test_conversion_does_not_rename_parameters_and_logs_excluded_layers(caplog):
 
 
 @pytest.mark.parametrize(
-    "recipe, recompute, expected",
-    [
-        ("rowwise", {"mode": "none"}, False),
-        ("rowwise", {"mode": "full"}, False),
-        ("rowwise", {"mode": "selective", "selective_ac_option": "op"}, True),
-        ("rowwise_with_gw_hp", {"mode": "memory_budget"}, True),
-        ("tensorwise", {"mode": "memory_budget"}, False),
-    ],
+    "recipe, expected", [("rowwise", True), ("rowwise_with_gw_hp", True), ("tensorwise", False)]
 )
-def test_only_graphs_that_recompute_norms_for_scales_of_rows_round_as_eager_mode(
-    recipe, recompute, expected, monkeypatch
-):
+def test_only_blocks_with_scales_of_rows_round_as_eager_mode(recipe, expected, monkeypatch):
     """Not everything that the process compiles: rounding adds 1.2 GB to an 8B block."""
     options = []
     monkeypatch.setattr(torch, "compile", lambda forward, **o: options.append(o.get("options")))
     config = Float8Config(recipe_name=recipe)
     model = build_on_meta("quickstart")
     convert_to_float8(model, config)
-    rounds = rounds_as_eager(config, ActivationCheckpointConfig(**recompute))
-    compile_blocks(model.layers, CompileConfig(enable=True), rounds)
+    compile_blocks(model.layers, CompileConfig(enable=True), config.rounds_as_eager)
     assert options[-1] == ({"emulate_precision_casts": True} if expected else None)
     assert not torch._inductor.config.emulate_precision_casts
 

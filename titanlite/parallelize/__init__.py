@@ -32,7 +32,6 @@ from titanlite.parallelize.float8 import (
     Float8Config,
     build_float8_scale_update,
     convert_to_float8,
-    rounds_as_eager,
     select_linear_styles,
 )
 from titanlite.parallelize.fsdp import FSDPPolicy, apply_fsdp
@@ -139,8 +138,7 @@ def parallelize(
     if config.enable_async_tensor_parallel and mesh.tp.size() > 1:
         enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
     set_memory_budget(activation_checkpoint)  # likewise
-    rounds = rounds_as_eager(transforms.float8, activation_checkpoint)
-    compile_blocks(blocks, transforms.compile, rounds)
+    compile_blocks(blocks, transforms.compile, transforms.float8.rounds_as_eager)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves

@@ -23,7 +23,6 @@ from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.router import RouterGate
-from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig
 from titanlite.parallelize.expert import weight_shards
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
@@ -83,6 +82,16 @@ class Float8Config:
     # layers with a size that is not a multiple of 16 always do; "auto_filter_small_kn": so do
     # layers that are too small to be faster, as torchao measured on an H100
     emulate: bool = False  # cast to Float8 but compute in float32: for hardware without Float8
+
+    @property
+    def rounds_as_eager(self) -> bool:
+        """Whether compiled blocks must round every bf16 result, as in eager mode.
+
+        With scales per row, the loss became NaN where backward rounded a recomputed norm
+        differently than forward (https://github.com/pytorch/pytorch/issues/150859). A compiled
+        block recomputes its norms in every mode of [activation_checkpoint].
+        """
+        return self.recipe_name in ("rowwise", "rowwise_with_gw_hp")
 
     def __str__(self) -> str:
         options = {
@@ -177,17 +186,6 @@ def _cast_to_float8(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     """As torchao's `to_fp8_saturated`, of scaled values."""
     largest = torch.finfo(dtype).max
     return (values.float() * scale).clamp(-largest, largest).to(dtype)
-
-
-def rounds_as_eager(config: Float8Config, recompute: ActivationCheckpointConfig) -> bool:
-    """Whether compiled blocks must round every bf16 result, as in eager mode.
-
-    With scales per row, the loss became NaN where backward rounded a recomputed norm differently
-    than forward (https://github.com/pytorch/pytorch/issues/150859). Only "op" and "memory_budget"
-    recompute norms inside of a graph; a block that is recomputed as a whole runs the same graph.
-    """
-    by_row = config.recipe_name in ("rowwise", "rowwise_with_gw_hp")
-    return by_row and (recompute.per_operation or recompute.mode == "memory_budget")
 
 
 def convert_to_float8(
