@@ -262,9 +262,7 @@ def connect_mesh(mesh: Mesh, device: torch.device, set_phase: Callable[[str], No
     """Let the ranks of each sub-mesh exchange a first message, in a phase that names them.
 
     NCCL connects ranks at their first collective. Without this, a wrong interface or a broken link
-    would be a hang somewhere in the first step; and pipeline ranks would connect in the middle of
-    1F1B: torch 2.13 and 2.14 connect only pairs before (TODO in their `_warmup_p2p`). Raises
-    RendezvousError.
+    would be a hang somewhere in the first step. Raises RendezvousError.
     """
     submeshes = {
         "PP": mesh.pp,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize import ShardedModel
@@ -45,6 +46,10 @@ class PipelineEngine:
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._divisor: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
+        # NCCL creates the communicator of all pipeline ranks in their first collective. Without
+        # this one, that would be the first batch of sends and receives, in the middle of 1F1B:
+        # given shapes, torch 2.13 and 2.14 connect only pairs before (TODO in their `_warmup_p2p`).
+        all_reduce_sum(mesh.pp, torch.zeros(1, device=device))
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
         """See `Engine.prepare`."""
