@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite.distributed import rank_tree
+from titanlite.parallelize import token_exchange
+from titanlite_planner.dry_run.ranks import even_row_numbers
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -45,7 +47,7 @@ HOST_READS = {
     "aten::unique_dim",
     "aten::unique_consecutive",
     "aten::bincount",
-    "aten::repeat_interleave.Tensor",
+    "aten::repeat_interleave.Tensor",  # without output_size
 }
 # Operations that raise an error on a GPU if deterministic algorithms are on, whatever their
 # arguments: see torch.use_deterministic_algorithms, and alertNotDeterministic in ATen/native/cuda.
@@ -185,7 +187,7 @@ class DeviceTrace(TorchDispatchMode):
             self.trace.wait(name)
             with unset_fake_temporarily():
                 return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        if name in HOST_READS:
+        if name in HOST_READS and kwargs.get("output_size") is None:
             self.trace.wait(name)
         if name in INDEXING:
             self._check_indices(name, args)
@@ -390,7 +392,14 @@ def _storage_address(data_ptr: Callable) -> Callable:
 def fake_ranks(ranks: int) -> Iterator[None]:
     """A process group in which this process is rank 0, and no other rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    read_row_numbers = token_exchange.read_row_numbers
+
+    def read_even_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
+        read_row_numbers(rows, *counts)  # the host waits for it
+        return even_row_numbers(rows, *counts)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_exchange, "read_row_numbers", read_even_row_numbers)
         patch.setattr(dist, "new_group", _fake_new_group(dist.new_group))
         patch.setattr(rank_tree, "children_of", lambda rank, size: [])  # none answers
         try:

@@ -25,7 +25,6 @@ dim = 64
 n_layers = 2
 n_heads = 4
 n_kv_heads = 2
-hidden_dim = 128
 vocab_size = 258
 [data]
 tokenizer = "bytes"
@@ -62,6 +61,8 @@ class TraceWorker:
 
     def trace(self, settings: str, ranks: int = 1) -> dict[str, Any]:
         """What the second step of the job does with these settings; see `trace_run`."""
+        if "model.name" not in settings:
+            settings += " model.hidden_dim=128"
         arguments = [f"--{setting}" for setting in settings.split()]
         arguments = ["--job.config_file", str(self._job_file), *arguments]
         request = {"settings": arguments, "ranks": ranks}

@@ -46,7 +46,7 @@ def start_exchange(
 
 def read_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
     """The sum of each row of `counts`, on the host; the `rows` sent are known to be their sum."""
-    return torch.stack([each.sum(1) for each in counts]).tolist()
+    return torch.stack([each.sum(1) for each in counts]).cpu().tolist()
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:

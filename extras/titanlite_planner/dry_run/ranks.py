@@ -279,7 +279,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _even_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
+def even_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
     """As many rows to and from every rank: the counts have no values."""
     ranks = len(counts[0])
     return [[rows // ranks] * (ranks - 1) + [rows - rows // ranks * (ranks - 1)] for _ in counts]
@@ -309,7 +309,7 @@ def _counting(recorder: StepRecorder) -> Iterator[None]:
         [
             (torch.UntypedStorage, "resize_", counted_resize),
             (parallelize_package, "init_weights", lambda *args: None),  # nobody reads the values
-            (token_exchange, "read_row_numbers", _even_row_numbers),
+            (token_exchange, "read_row_numbers", even_row_numbers),
             labelled(FSDPParamGroup, "unshard", gathered),
             labelled(FSDPParamGroup, "wait_for_unshard", gathered),
             labelled(FSDPParamGroup, "post_backward", reduced),
