@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,8 +63,7 @@ class HuggingFaceTokenizer(Tokenizer):
             tokens = self._tokenizer.get_added_tokens_decoder()
         added = {token.content: id for id, token in tokens.items()}
         self.special_tokens, self.vocab_size = added, 1 + max(ids)
-        self._control = frozenset(token.content for token in tokens.values() if token.special)
-        self.strips = {t.content: (t.lstrip, t.rstrip) for t in tokens.values()}
+        self.control_tokens = frozenset(t.content for t in tokens.values() if t.special)
         eos_id, bos_id = _first_id(_EOS_NAMES, added), _first_id(_BOS_NAMES, added)
         if eos_id is None:
             raise DataError(
@@ -76,32 +75,12 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next(iter(added_around_text(table)), None)
         self.adds_bos = self.has_bos and first is not None and added.get(first) == self.bos_id
         self.fingerprint = fingerprint_of("tokenizer.json", definition)
-        control_ids = {added[token] for token in self._control} - {
-            _unknown_id(table["model"], added)
-        }
+        unknown_id = _unknown_id(table["model"], added)
+        control_ids = {added[token] for token in self.control_tokens} - {unknown_id}
         self._never_in_text = control_ids | {self.bos_id, self.eos_id}
 
     def __reduce__(self):  # the library's own pickling loses encode_special_tokens
-        return HuggingFaceTokenizer, (self.files["tokenizer.json"], self.name, self._control)
-
-    @property
-    def control_tokens(self) -> frozenset[str]:
-        return self._control
-
-    def with_control_tokens(self, names: Iterable[str]) -> Tokenizer:
-        control = self._control.union(names)
-        if control == self._control:
-            return self
-        return HuggingFaceTokenizer(self.files["tokenizer.json"], self.name, control)
-
-    def continuing(self, *, after_text: bool) -> Tokenizer:
-        table = json.loads(self.files["tokenizer.json"])
-        names = ("normalizer", "pre_tokenizer")
-        parts = {name: _without_prefix(table.get(name), after_text) for name in names}
-        changed = {**table, **parts}
-        if changed == table:
-            return self
-        return HuggingFaceTokenizer(json.dumps(changed).encode(), self.name, self._control)
+        return HuggingFaceTokenizer, (self.files["tokenizer.json"], self.name, self.control_tokens)
 
     def special_token_name(self, id: int) -> str:
         name = self._tokenizer.id_to_token(id)  # not decode(): a decoder may strip or add spaces
@@ -152,7 +131,7 @@ def _parse_tokenizer_json(path: str, content: bytes) -> dict:
     if not isinstance(table, dict) or not isinstance(table.get("model"), dict):
         raise DataError(f'tokenizer "{path}": is JSON, but not a tokenizer.json.', fix=ALLOWED)
     try:
-        check_definition(table)
+        _check_definition(table)
     except ValueError as error:
         raise DataError(f'tokenizer "{path}": cannot be used: {error}.', fix=ALLOWED) from None
     return table
@@ -175,9 +154,9 @@ def _first_id(names: Sequence[str], ids: dict[str, int]) -> int | None:
     return next((ids[name] for name in names if name in ids), None)
 
 
-def check_definition(table: Mapping[str, Any]) -> None:
+def _check_definition(table: Mapping[str, Any]) -> None:
     """Raise ValueError, with the reason, if a tokenizer.json cannot be used safely."""
-    _check_model(table.get("model"))
+    _check_model(table["model"])
     added = table.get("added_tokens") or []
     if not isinstance(added, list):
         raise ValueError("added_tokens is not a list")
@@ -216,32 +195,7 @@ def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
     return [special.get("id") if special else None for special in specials]
 
 
-def _without_prefix(part: Any, after_text: bool) -> Any:
-    """A normalizer or pre-tokenizer without what adds a space before a text; None: nothing left.
-
-    For text behind a control token or `after_text`. Behind a control token, the tokenizers library
-    omits only what is added "first". It must have read the file before.
-    """
-    if not isinstance(part, dict):
-        return part
-    kind = part.get("type")
-    if kind == "Sequence":
-        key = "normalizers" if "normalizers" in part else "pretokenizers"
-        kept = [_without_prefix(child, after_text) for child in part[key]]
-        return {**part, key: [child for child in kept if child is not None]}
-    if kind == "Prepend" and after_text:
-        return None
-    if kind == "Metaspace" and (after_text or part.get("prepend_scheme") == "first"):
-        rest = {name: value for name, value in part.items() if name != "add_prefix_space"}
-        return {**rest, "prepend_scheme": "never"}
-    if kind == "ByteLevel" and after_text:
-        return {**part, "add_prefix_space": False}
-    return part
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, dict):
-        raise ValueError("it has no model")
+def _check_model(model: Mapping[str, Any]) -> None:
     vocabulary = model.get("vocab")
     if not isinstance(vocabulary, (dict, list)) or not vocabulary:
         raise ValueError("its vocabulary is empty")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -48,8 +48,8 @@ class Tokenizer(ABC):
     eos_id: int
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
     special_tokens: dict[str, int]  # name -> id; of a tokenizer.json, all added tokens
-    strips: Mapping[str, tuple[bool, bool]] = {}
-    # name of a special token -> whether it takes the white space (before, after) it, where it does
+    control_tokens: frozenset[str]
+    # the special tokens whose names are ordinary text in a text; the others are found there
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
     # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
@@ -79,22 +79,6 @@ class Tokenizer(ABC):
     def special_token_name(self, id: int) -> str:
         """The name of a special token, such as "<|end_of_text|>"."""
         return self._decode([id])
-
-    @property
-    def control_tokens(self) -> frozenset[str]:
-        """The names that are ordinary text in a text; the other special tokens are found there."""
-        return frozenset(self.special_tokens)
-
-    def with_control_tokens(self, names: Iterable[str]) -> Tokenizer:
-        """This tokenizer with `names`, some of its special tokens, as control tokens too."""
-        return self
-
-    def continuing(self, *, after_text: bool) -> Tokenizer:
-        """The tokenizer of text behind a control token or `after_text`; only its encoding differs.
-
-        A file may add a space before a text, which must not be in the middle of one.
-        """
-        return self
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
@@ -166,6 +150,7 @@ class RanksTokenizer(Tokenizer):
             "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
         self.special_tokens, self.vocab_size = specials, len(ranks) + len(specials)
+        self.control_tokens = frozenset(specials)
         self.bos_id, self.eos_id = specials[BEGIN], specials[END]
         tokens = sorted(ranks, key=ranks.__getitem__)
         in_order = b"\n".join(base64.b64encode(token) for token in tokens)
@@ -217,6 +202,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self):
         self.files, self.special_tokens = {}, {BEGIN: self.bos_id, END: self.eos_id}
+        self.control_tokens = frozenset(self.special_tokens)
         self.fingerprint = fingerprint_of(BYTES, BEGIN, END)
 
     def token_bytes(self) -> list[bytes]:

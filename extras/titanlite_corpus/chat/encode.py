@@ -15,6 +15,11 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json
 from titanlite_corpus.chat.render import TemplateProblem
 from titanlite_corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
+from titanlite_corpus.chat.tokenizer_variants import (
+    continuing,
+    find_strips,
+    with_control_tokens,
+)
 from titanlite_corpus.engine import report_progress
 
 ENTRY_RANGE = 1 << 31  # entries are below it
@@ -29,9 +34,10 @@ class ChatEncoder:
     """Encodes conversations with a template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        self._tokenizer = tokenizer.with_control_tokens(template.special_tokens)
-        self._after_token = self._tokenizer.continuing(after_text=False)
-        self._after_text = self._tokenizer.continuing(after_text=True)
+        self._tokenizer = with_control_tokens(tokenizer, template.special_tokens)
+        self._after_token = continuing(self._tokenizer, after_text=False)
+        self._after_text = continuing(self._tokenizer, after_text=True)
+        self._strips = find_strips(self._tokenizer)
         self._template = template
 
     def encode(self, text: str, origin: str) -> np.ndarray:
@@ -90,7 +96,7 @@ class ChatEncoder:
 
     def _encode_segments(self, segments: Iterator[Segment]) -> Iterator[np.ndarray]:
         """Adjacent texts are encoded as one, except at the beginning and the end of an answer."""
-        stripped = _strip_around(list(segments), self._tokenizer.strips)
+        stripped = _strip_around(list(segments), self._strips)
         present, tokenizer = [segment for segment in stripped if segment.text], self._tokenizer
         for (special, trained), group in groupby(present, lambda s: (s.special, s.trained)):
             mark = 0 if trained else int(UNTRAINED)
