@@ -10,7 +10,6 @@ from titanlite.data.formats import FORMATS, TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
     PhaseConfig,
-    SourceShare,
     describe_mixture,
     repeated_sources,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "SampleOrder",
     "SampleStream",
     "SourceConfig",
-    "SourceShare",
     "TokenSource",
     "Tokenizer",
     "ValidationSet",

@@ -1,7 +1,4 @@
-"""Checks of a whole configuration, without its data and device.
-
-And what checks, `read.py` and `Job` need: the schedule of the learning rate, the pipeline plan.
-"""
+"""Checks of a whole configuration, without its data and device."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from titanlite.job import option_checks
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
-from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models import ModelSizes
 from titanlite.optim import (
     RateSchedule,
     ScheduleLength,
@@ -24,10 +21,8 @@ from titanlite.optim import (
     check_optimizer_config,
     check_schedule_end,
 )
-from titanlite.parallelize import ModelTransforms
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.context import check_context_parallel
-from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel
 from titanlite.training.batch_schedule import BatchSchedule, build_batch_schedule
 
@@ -92,13 +87,12 @@ def _check_positions(sizes: ModelSizes, seq_len: int, key: str) -> Iterator[Conf
 
 def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
     """Reject a training.dtype (parameters) that does not fit mixed_precision_param (compute)."""
-    compute, params = "training.mixed_precision_param", "training.dtype"
-    is_float16 = config.training.mixed_precision_param == "float16"
-    if is_float16 and config.training.dtype != "float32":
+    compute, params = config.training.mixed_precision_param, config.training.dtype
+    if compute == "float16" and params != "float32":
         yield ConfigError(
-            f'{params} = "{config.training.dtype}" with {compute} = "float16": float16 compute'
-            " requires float32 parameters.",
-            fix=f'Set {params} = "float32", or {compute} = "bfloat16".',
+            f'training.dtype = "{params}" with training.mixed_precision_param = "float16": float16'
+            " compute requires float32 parameters.",
+            fix='Set training.dtype = "float32", or training.mixed_precision_param = "bfloat16".',
         )
 
 
@@ -125,18 +119,3 @@ def check_end_of_schedule(config: JobConfig, degrees: Degrees | None) -> Iterato
     tokens = batches.tokens_after(steps - 1)
     last = StepSpan(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
     yield from check_schedule_end(build_job_schedule(config, batches), steps, last)
-
-
-def plan_job_pipeline(
-    config: JobConfig, spec: ModelSpec, sizes: ModelSizes
-) -> tuple[PipelinePlan | None, list]:
-    """(plan of the pipeline stages and their ranks, problems); None if there is no valid plan."""
-    training = config.training
-    return plan_pipeline(
-        config.parallelism,
-        spec,
-        sizes,
-        training.seq_len,
-        training.local_batch_size,
-        ModelTransforms(config.activation_checkpoint, compile=config.compile).splits_backward,
-    )

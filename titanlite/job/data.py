@@ -49,10 +49,8 @@ def open_job_stream(
     vocab_size: int,
     tokenizer: Tokenizer | None,
     verify_slice: VerifySlice | None = None,
-) -> SampleStream | None:
-    """The training data; None if data.sources is empty. Raises DataError."""
-    if not config.data.sources:
-        return None
+) -> SampleStream:
+    """The training data; raises DataError."""
     return open_sample_stream(
         config.data.sources,
         seq_len=config.training.seq_len,
@@ -140,11 +138,10 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
         verify_slice = (rank.rank, rank.world_size)
         stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
-        assert stream is not None, "the config check rejects empty data.sources"
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened = run_on_all_ranks(open_all)
-    for source in job.config.data.sources if rank.rank == 0 else ():
+    for source in job.config.data.sources:
         if source.format == TEXT:
             logger.info(
                 'source "%s" is tokenized while it is read; to do it once, before runs: python'

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from titanlite.data import Tokenizer, check_bos
+from titanlite.data import SampleStream, Tokenizer, ValidationSet, check_bos
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.job.config import JobConfig
@@ -122,28 +122,28 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
             fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
         )
         vocab_size = tokenizer.vocab_size  # so that the corpora do not report it again
-    bos: dict[str, bool] = {}  # whether documents begin with BOS, by the name of the corpus
-    for key, opener in (
-        ("data.sources", open_job_stream),
-        ("data.validation", open_job_validation),
-    ):
-        try:
-            opened = opener(config, vocab_size, tokenizer)
-        except UserError as error:
-            yield from _with_key(key, error)
-        else:
-            corpora = opened if isinstance(opened, list) else [opened] if opened else []
-            for corpus in corpora:
-                bos[f"{key} {getattr(corpus, 'name', '')}".strip()] = corpus.bos
-            if tokenizer and config.attention.mask == "document":
-                yield from _check_document_ends(key, corpora, tokenizer)
+    corpora: dict[str, SampleStream | ValidationSet] = {}  # by their names in messages
     try:
-        check_bos(bos)
+        if config.data.sources:
+            corpora["data.sources"] = open_job_stream(config, vocab_size, tokenizer)
+    except UserError as error:
+        yield from _with_key("data.sources", error)
+    try:
+        for validation_set in open_job_validation(config, vocab_size, tokenizer):
+            corpora[f"data.validation {validation_set.name}"] = validation_set
+    except UserError as error:
+        yield from _with_key("data.validation", error)
+    if tokenizer and config.attention.mask == "document":
+        yield from _check_document_ends(corpora.values(), tokenizer)
+    try:
+        check_bos({name: corpus.bos for name, corpus in corpora.items()})
     except UserError as error:
         yield error
 
 
-def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+def _check_document_ends(
+    corpora: Iterable[SampleStream | ValidationSet], tokenizer: Tokenizer
+) -> Iterator[ConfigError]:
     """Reject corpora whose last document does not end with the tokenizer's end-of-document id."""
     for corpus in corpora:
         for name in corpus.sources_without(tokenizer.eos_id):

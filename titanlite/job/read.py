@@ -21,6 +21,8 @@ from titanlite.job.option_checks import (
 from titanlite.job.torchtitan_keys import MOVED, complete_table
 from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES
+from titanlite.parallelize import ModelTransforms
+from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.settings import load_config, raise_together
 from titanlite.training.batch_schedule import check_batch_size
 
@@ -74,8 +76,16 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
         sizes = spec.sizes_of(config.model)
         problems += spec.find_size_problems(sizes)
         problems += check_model_options(config, spec, sizes)
-        plan, of_pipeline = checks.plan_job_pipeline(config, spec, sizes)
-        problems += of_pipeline
+        transforms = ModelTransforms(config.activation_checkpoint, compile=config.compile)
+        plan, pipeline_problems = plan_pipeline(
+            config.parallelism,
+            spec,
+            sizes,
+            config.training.seq_len,
+            config.training.local_batch_size,
+            transforms.splits_backward,
+        )
+        problems += pipeline_problems
     except ConfigError as error:
         problems.append(error)
     try:

@@ -37,9 +37,7 @@ def _log_mixture(job: Job) -> None:
     """Log what the run would read; raises ConfigError if the sources do not suffice."""
     tokenizer = open_job_tokenizer(job.config)
     stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
-    assert stream is not None, "checked: data.sources is not empty"
-    steps = job.config.training.steps
-    log_mixture(stream, job.batches, steps, Counters())
+    log_mixture(stream, job.batches, job.config.training.steps, Counters())
 
 
 def record_start(

@@ -12,11 +12,11 @@ from titanlite.models.llama import LLAMA2, LLAMA3, Llama, Llama3Sizes
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
 from titanlite.models.mistral import MISTRAL
 from titanlite.models.mixtral import MIXTRAL
-from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
+from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.olmo2 import OLMO2
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
-from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
+from titanlite.models.router import ExpertSizes, LoadBalancing, Router
 from titanlite.models.sizes import ModelSizes
 from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 
@@ -36,7 +36,6 @@ __all__ = [
     "FAMILIES",
     "LLAMA3",
     "ExpertSizes",
-    "GroupedExperts",
     "HuggingFaceMapping",
     "Llama",
     "Llama3Sizes",
@@ -48,10 +47,8 @@ __all__ = [
     "ModelSpec",
     "OutputLayer",
     "Router",
-    "TokenDispatch",
     "TokenEmbedding",
     "Vocabulary",
-    "check_expert_sizes",
     "first_match",
     "valid_tokens",
 ]
