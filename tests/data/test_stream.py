@@ -71,20 +71,6 @@ def test_a_batch_equals_slices_of_the_sources(mixture):
     assert inputs.dtype == labels.dtype == torch.int64
 
 
-def test_bytes_per_token_of_a_source_are_those_of_its_samples(tmp_path):
-    sources = [SourceConfig(name, str(tmp_path / name)) for name in ("ends", "text")]
-    for source, every in zip(sources, (4, 1000), strict=True):
-        with ShardWriter(tmp_path / source.name / "0", VOCAB_SIZE) as writer:
-            for _ in range(400 // every + 1):
-                writer.add(np.append(np.full(every - 1, 65), BYTES.eos_id))
-            record = writer.close()
-        folder = tmp_path / source.name
-        write_corpus_manifest(folder, BYTES.fingerprint, VOCAB_SIZE, [record])
-    stream = open_mixture(sources, tokenizer=BYTES)
-    assert stream.bytes_per_token() == {"ends": pytest.approx(0.75, abs=0.05), "text": 1.0}
-    assert open_mixture(sources).bytes_per_token() == {}
-
-
 def test_an_epoch_has_every_token_as_a_label_once_except_the_first_and_the_tail(mixture):
     sources, ids_of = mixture
     stream = open_mixture(sources[:1])

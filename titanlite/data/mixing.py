@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from titanlite.data.mixture import MixtureSegment, Phase, temper
@@ -144,18 +143,12 @@ class SourceShare:
         return f"{self.tokens:,} tokens{epochs}"
 
 
-def describe_mixture(
-    shares: Sequence[SourceShare], bytes_per_token: Mapping[str, float] = MappingProxyType({})
-) -> list[str]:
-    """A line for each source: its part of the samples, its tokens and its epochs.
-
-    `bytes_per_token`: of the sources for which it is known.
-    """
+def describe_mixture(shares: Sequence[SourceShare]) -> list[str]:
+    """A line for each source: its part of the samples, its tokens and its epochs."""
     total = max(1, sum(share.samples for share in shares))
     width = max(len(share.name) for share in shares)
     return [
         f"{share.name:<{width}}  {share.samples / total:6.2%} of the samples: {share}"
-        + (f", {known:.2f} bytes per token" if (known := bytes_per_token.get(share.name)) else "")
         for share in shares
     ]
 

@@ -44,8 +44,6 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.settings import Positive, raise_together
 
-_MEASURED_SAMPLES = 8  # evenly spaced in a source
-
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -139,24 +137,6 @@ class SampleStream:
             )
             for source, count in zip(self._sources, counts, strict=True)
         ]
-
-    def bytes_per_token(self) -> dict[str, float]:
-        """Bytes of text that a label stands for, by source: the mean of a few samples.
-
-        Sources that are tokenized while they are read are left out. Empty without a tokenizer.
-        Raises DataError.
-        """
-        if self.tokenizer is None:
-            return {}
-        lengths = np.array([len(text) for text in self.tokenizer.token_bytes()])
-        found = {}
-        for source in self._sources:
-            if isinstance(source, StoredSamples):
-                samples = np.linspace(0, source.samples(self.seq_len) - 1, _MEASURED_SAMPLES)
-                _, labels = source.read_samples(samples.astype(np.int64), self.seq_len)
-                labels = labels[(labels >= 0) & (labels < len(lengths))]
-                found[source.name] = float(lengths[labels].mean()) if labels.size else 0.0
-        return found
 
     def describe_changes(self, end: int) -> list[str]:
         """A line for each change of the weights before position `end`."""

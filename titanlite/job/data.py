@@ -104,7 +104,7 @@ def log_mixture(
             fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
         )
     shares = stream.shares([*counters.consumed, (counters.position, end)])
-    lines = describe_mixture(shares, stream.bytes_per_token())
+    lines = describe_mixture(shares)
     changes = stream.describe_changes(end)
     if len(changes) > _SHOWN_CHANGES:
         changes[_SHOWN_CHANGES:] = [f"… and {len(changes) - _SHOWN_CHANGES} more changes"]
