@@ -240,7 +240,10 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
 
     # Context-parallel ranks see different tokens of one sequence, so FSDP shards over them too.
     sharded = merge("sharded", "shard", "context")
-    fsdp = _add_replicas(world, sharded) if degrees.replicate > 1 else sharded
+    fsdp = sharded
+    if degrees.replicate > 1:  # hybrid-sharded data parallel: [replicate, sharded]
+        # private; torch 2.13 deprecates the slice ["replicate", "sharded"], and has no other way
+        fsdp = DeviceMesh._concatenate([world["replicate"], sharded])
     return Mesh(
         degrees,
         batch=merge("batch", "replicate", "shard"),
@@ -305,9 +308,3 @@ def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:
         fsdp=world["replicate", "expert_shard"] if degrees.replicate > 1 else world["expert_shard"],
         exchange=world["expert"],
     )
-
-
-def _add_replicas(world: DeviceMesh, sharded: DeviceMesh) -> DeviceMesh:
-    """The mesh [replicate, sharded] of hybrid-sharded data parallel."""
-    # private; torch 2.13 deprecates the slice ["replicate", "sharded"], and has no other way
-    return DeviceMesh._concatenate([world["replicate"], sharded])

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 
@@ -88,13 +88,14 @@ class KeyedSection:
     def replace(self, **keys: Any) -> Any:
         """The section with other values; another choice keeps those of the keys that it has."""
         schema = self.schema_for(keys.get(self.KEY, getattr(self, self.KEY)))
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
-        known = {k: v for k, v in {**own, **keys}.items() if k in type_hints(schema)}
-        return schema(**known)
+        values = {**self._own_keys(), **keys}
+        return schema(**{k: v for k, v in values.items() if k in type_hints(schema)})
 
     def __reduce__(self) -> tuple:  # pickle does not find a class that `_extend` made
-        keys = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
-        return _rebuild, (_base_of(type(self)), keys)
+        return partial(_base_of(type(self)).of, **self._own_keys()), ()
+
+    def _own_keys(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
 
 
 def _base_of(section: type[KeyedSection]) -> type[KeyedSection]:
@@ -113,10 +114,6 @@ def _extend(section: type[KeyedSection], further: type) -> type:
         for field in dataclasses.fields(further)
     ]
     return dataclasses.make_dataclass(section.__name__, keys, bases=(section,), frozen=True)
-
-
-def _rebuild(section: type[KeyedSection], keys: dict[str, Any]) -> Any:
-    return section.of(**keys)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
                 problems.append(ConfigError(f"command line: --{key} has no value.", fix=fix))
                 continue
             text = arguments.pop(0)
-        if not _is_utf8(key + text):
+        if re.search(r"[\ud800-\udfff]", key + text):  # bytes that are not UTF-8
             shown = ascii(key)[1:-1]
             problems.append(
                 ConfigError(
@@ -140,15 +141,6 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
                 )
             )
     return table, problems
-
-
-def _is_utf8(text: str) -> bool:
-    """Whether Python has read the text from UTF-8: bytes that are not become surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _insert_override(table: dict[str, Any], key: str, text: str) -> bool:

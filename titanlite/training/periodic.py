@@ -112,7 +112,18 @@ def log_metrics(
     """Write a step line every `freq` steps, after step 1 and after the last step."""
 
     def write(info: StepInfo) -> None:
-        sinks.step(_step_line(state, info, meter.read()))
+        result, measured = info.result, meter.read()
+        line = {
+            "step": info.step,
+            "loss": result.loss.item(),
+            "z_loss": result.z_loss.item() or None,  # null if loss.z_loss = 0
+            "grad_norm": result.grad_norm.item(),
+            "lr": result.lr,
+            "tokens": state.counters.tokens,
+            "samples": state.counters.samples,
+            "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
+        }
+        sinks.step({**line, **measured})
 
     def is_due(info: StepInfo) -> bool:
         return info.step == 1 or info.step % freq == 0 or info.ends_run
@@ -122,7 +133,6 @@ def log_metrics(
 
 def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
     """Write an event for each step that was skipped because float16 gradients overflowed."""
-
     names = [name for name, _ in state.model.named_parameters()]
 
     def write(info: StepInfo) -> None:
@@ -243,17 +253,3 @@ def finish_save(checkpointer: Checkpointer, sinks: MetricSinks) -> SaveResult | 
     event = "checkpoint_failed" if result.problem else "checkpoint_saved"
     sinks.event(result.step, event, **fields)
     return result
-
-
-def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "step": info.step,
-        "loss": info.result.loss.item(),
-        "z_loss": info.result.z_loss.item() or None,  # null if loss.z_loss = 0
-        "grad_norm": info.result.grad_norm.item(),
-        "lr": info.result.lr,
-        "tokens": state.counters.tokens,
-        "samples": state.counters.samples,
-        "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
-        **measured,
-    }
