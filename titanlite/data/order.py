@@ -61,13 +61,14 @@ class SampleOrder:
         positions = np.asarray(positions, dtype=np.int64)
         source, draw = self.mixture.source_at(positions)
         epoch, sample = np.empty_like(draw), np.empty_like(draw)
-        for number, (_, _, samples, _, shuffled) in enumerate(self._sources):
+        for number, entry in enumerate(self._sources):
+            samples = entry.samples
             chosen = source == number if len(self._sources) > 1 else slice(None)
             if samples is None:
                 epoch[chosen], sample[chosen] = 0, draw[chosen]
                 continue
             epoch[chosen], nth = np.divmod(draw[chosen], samples)
-            if not shuffled:
+            if not entry.shuffled:
                 sample[chosen] = nth
             elif samples < SORT_BELOW:
                 sample[chosen] = self._shuffle_small(number, samples, epoch[chosen], nth)

@@ -53,7 +53,7 @@ class FileRange:
     modified_ns: int  # together with the size, detects a changed file; of a URL: a hash
     start: int
     end: int
-    bytes: int
+    bytes: int  # of the range, on the disk; for row groups about
 
     def split(self, limit: int) -> list[FileRange]:
         """Ranges of about `limit` bytes; a file that cannot be entered midway is not split."""

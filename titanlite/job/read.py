@@ -53,14 +53,14 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
         problems += check_environment(config, job.sizes if job else None)
     # A refused key has its default value now: problems of it, or of what it decides, mean nothing.
     refused_keys = {key for problem in refused for key in problem.keys}
-    sections = {
+    undecided = {  # sections whose keys depend on a refused one
         text.partition(".")[0]
         for text in map(str, refused)
         if re.match(r"\w+\.name = |parallelism\.\w+_degree = ", text)
     }
 
     def is_meant(problem: UserError) -> bool:
-        return not any(k in refused_keys or k.split(".")[0] in sections for k in problem.keys)
+        return not any(k in refused_keys or k.split(".")[0] in undecided for k in problem.keys)
 
     raise_together([*refused, *filter(is_meant, problems)])
     assert job is not None

@@ -36,14 +36,14 @@ class Vocabulary:
 
     def __init__(self) -> None:
         self.logits_in_fp32 = True  # separate operators round each result; compiled ones do not
-        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = exponentials_
-        self.logits_grad: Callable[..., None] = scale_exponentials_
+        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = eager_softmax_terms_
+        self.logits_grad: Callable[..., None] = eager_logits_grad_
 
     def compile(self, **options: Any) -> None:
         """Keep the logits in the compute dtype; `options` are torch.compile's."""
         self.logits_in_fp32 = False
-        self.softmax_terms = torch.compile(softmax_terms, **options)
-        self.logits_grad = torch.compile(logits_grad_, **options)
+        self.softmax_terms = torch.compile(compiled_softmax_terms, **options)
+        self.logits_grad = torch.compile(compiled_logits_grad_, **options)
 
     def local_tensors(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The local tensors of the hidden states and the output weights."""
@@ -183,20 +183,20 @@ def _chunk_loss(
     return losses, z_loss, logits.to(weight.dtype)
 
 
-def exponentials_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`softmax_terms` of separate operators; overwrites the fp32 logits with the exponentials."""
+def eager_softmax_terms_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The result of `compiled_softmax_terms`; overwrites the fp32 logits with the exponentials."""
     max_logit = logits.amax(-1)
     return max_logit, logits.sub_(max_logit.unsqueeze(-1)).exp_().sum(-1)
 
 
-def scale_exponentials_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
-    """`logits_grad_` of separate operators, from what `exponentials_` left."""
+def eager_logits_grad_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
+    """The result of `compiled_logits_grad_`, from the exponentials in `logits`."""
     is_local, index = _local_index(label, logits)
     logits.mul_(factor.unsqueeze(-1))
     logits.scatter_add_(-1, index, -is_local.to(logits.dtype).unsqueeze(-1))
 
 
-def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
+def compiled_softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of the logits [N, V], and the sum of exp(logit - largest); [N] each."""
     logits = logits.float()
     max_logit = logits.amax(-1, keepdim=True)  # inductor computes both in one pass if dims are kept
@@ -204,7 +204,7 @@ def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
     return max_logit.squeeze(-1), exp_sum.squeeze(-1)
 
 
-def logits_grad_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
+def compiled_logits_grad_(logits: Tensor, max_logit: Tensor, factor: Tensor, label: Tensor) -> None:
     """Overwrite the logits [N, V] with the gradient of the summed loss; each depends on its own.
 
     `factor` [N] times exp(logit - max_logit) is the softmax (with the z-loss term); it is 0 for

@@ -148,13 +148,14 @@ class GradientSums:
                 parameter.register_post_accumulate_grad_hook(self._add)
 
     def begin_microbatch(self, model: nn.Module, completes: bool) -> None:
-        """`completes`: its backward makes the sums gradients, or FSDP2 reduces its own."""
+        """`completes`: its backward turns the sums into gradients; FSDP2 then reduces its own."""
         self._completes = completes
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(completes)
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter) -> None:
+        """Move a new gradient to the sum, or, if this backward completes it, the sum to `grad`."""
         grad, total = parameter.grad, self._sums[parameter]
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
             # autograd of DTensor returns a sharded embedding's gradient for all token ids
@@ -166,7 +167,7 @@ class GradientSums:
         parameter.grad, self._sums[parameter] = done, None if self._completes else total
 
     def finish(self) -> None:
-        """Make the sums that are left the gradients of their parameters."""
+        """Turn the sums that are left into gradients."""
         for parameter, total in self._sums.items():
             if total is not None:
                 parameter.grad, self._sums[parameter] = total.to(parameter.dtype), None

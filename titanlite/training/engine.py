@@ -60,6 +60,6 @@ def build_engine(
     tokens = TokenSelector(shard, document_end_id, index_documents)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
-    from titanlite.training.pipeline_engine import PipelineEngine
+    from titanlite.training.pipeline_engine import PipelineEngine  # only pipelines need it
 
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)

@@ -87,7 +87,7 @@ def loss_terms(loss: Tensor, output: OutputLayer | None, divisor: Tensor | float
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Free the weights that FSDP gathered in forward; without a backward, nothing else does."""
+    """Free the weights that FSDP still holds gathered, such as after a forward without backward."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
