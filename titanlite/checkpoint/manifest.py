@@ -139,8 +139,9 @@ def _parse_manifest(folder: StorageFolder, body: dict[str, Any]) -> CheckpointMa
         types: dict[str, Any] = dict.fromkeys(tables, dict)
         types |= {"step": int, "layout": str, "seconds": int | float, "lease": int}
         wrong = [key for key, kind in types.items() if not isinstance(body[key], kind)]
-        if wrong or body["step"] < 0:
-            raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
+        wrong = wrong or [key for key in ("step", "seconds") if not 0 <= body[key] < 1 << 63]
+        if wrong:
+            raise ValueError(f"{wrong[0]} has the wrong type or value")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
         body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
         manifest = CheckpointManifest(**body)
@@ -155,8 +156,6 @@ def _parse_manifest(folder: StorageFolder, body: dict[str, Any]) -> CheckpointMa
 
 def _check_progress(manifest: CheckpointManifest) -> None:
     """Raise ValueError unless a run can resume from it; empty progress means weights only."""
-    if not 0 <= manifest.seconds < 1e9:
-        raise ValueError("seconds is out of range")
     progress = manifest.progress
     for key in ("step", "position", "tokens") if progress else ():
         if type(progress[key]) is not int or not 0 <= progress[key] < 1 << 63:
