@@ -84,7 +84,7 @@ class MixtureSegment:
         start: int,
         weights: Sequence[float],
         drawn: list[int],
-        target: Sequence[float] | None = None,
+        target: Sequence[float] | None,
     ):
         """`drawn`: how often each source was drawn before `start`.
 

@@ -60,10 +60,10 @@ class DataConfig:
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond
 
-    def checks(self, verify_slice: tuple[int, int] | None = None) -> CorpusChecks:
+    def checks(self, verify_slice: tuple[int, int] | None) -> CorpusChecks:
         """What to verify when a source is opened.
 
-        `verify_slice` = (rank, ranks) divides a full verification among the ranks; without it, as
+        `verify_slice` = (rank, ranks) divides a full verification among the ranks; with None, as
         before the ranks have joined, "full" is done as "sample".
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
@@ -82,15 +82,15 @@ class SampleStream:
         sources: Sequence[StoredSamples | TextSamples],
         seq_len: int,
         seed: int,
-        tokenizer: Tokenizer | None = None,
-        mixture: MixtureConfig | None = None,
+        tokenizer: Tokenizer | None,
+        mixture: MixtureConfig,
     ):
         self.seq_len, self._sources = seq_len, sources
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.document_end_id = tokenizer.eos_id if tokenizer else None  # last id of every document
         sizes = [SourceSize(s.name, s.config.weight, s.tokens) for s in sources]
-        weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
+        weights, phases = plan_phases(mixture, sizes, seq_len)
         pairs = zip(sources, weights, strict=True)
         self._order = SampleOrder(
             seed, [s.order_settings(weight, seq_len) for s, weight in pairs], phases
@@ -294,7 +294,7 @@ def open_sample_stream(
             f"sources: {names}: there must be at least one source, and each needs its own name."
         )
     check_bos({source.name: source.bos for source in opened})
-    return SampleStream(opened, seq_len, seed, tokenizer, mixture)
+    return SampleStream(opened, seq_len, seed, tokenizer, mixture or MixtureConfig())
 
 
 def check_bos(sources: Mapping[str, bool]) -> None:

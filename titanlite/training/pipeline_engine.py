@@ -34,7 +34,7 @@ class PipelineEngine:
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
-        reduce_every_run: bool = True,
+        reduce_every_run: bool,
     ):
         self._sharded, self._tokens = sharded, tokens
         self._plan, self._mesh, self._device = plan, mesh, device

@@ -29,7 +29,7 @@ class SpmdEngine:
         tokens: TokenSelector,
         microbatch_size: int,
         device: torch.device,
-        reduce_every_microbatch: bool = True,
+        reduce_every_microbatch: bool,
     ):
         self._model, self._tokens, self._device = sharded.model, tokens, device
         self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
