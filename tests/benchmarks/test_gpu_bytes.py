@@ -66,6 +66,6 @@ def test_the_counts_of_an_eager_step_are_those_of_its_operators(tmp_path):
     assert parts["others, backward"]["flops"] == 4 * TOKENS * matrices + 2.5 * attention
     assert parts["loss"]["flops"] == 3 * 2 * TOKENS * DIM * VOCABULARY
     parameters = matrices + 2 * VOCABULARY * DIM + (2 * BLOCKS + 1) * DIM
-    assert parts["clipping"]["read"] == pytest.approx(2 * 2 * parameters, rel=0.01)
-    assert parts["clipping"]["written"] == pytest.approx(2 * parameters, rel=0.01)
+    assert parts["clipping"]["read"] == pytest.approx(2 * parameters, rel=0.01)  # the norm
+    assert parts["clipping"]["written"] < 0.01 * parameters
     assert step["waits"] == []

@@ -65,7 +65,7 @@ def update_parameters(**section) -> None:
     optimizer = build_optimizer(model, OptimizerConfig.of(**section))
     for _ in range(2):
         model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
+        optimizer.step(grad_factor=torch.tensor(0.5))
         optimizer.zero_grad()
 
 

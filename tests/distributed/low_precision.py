@@ -218,7 +218,8 @@ def _recorded_gradients(state):
         assert all(local.dtype == torch.float32 for *_, local in gradients.values())
         recorded.update(gradients)
 
-    hooks = [optimizer.register_step_pre_hook(record) for optimizer in state.optimizer]
+    # after the step, because a fused kernel divides the gradients by the loss scale
+    hooks = [optimizer.register_step_post_hook(record) for optimizer in state.optimizer]
     yield recorded
     for hook in hooks:
         hook.remove()

@@ -461,7 +461,8 @@ def run_until(
             rest = resting_bytes(state.model, state.optimizer)
             record.rest = rest.parameters, rest.gradients, rest.optimizer_state
 
-    hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
+    # after the step, because a fused kernel divides the gradients by the loss scale and clips them
+    hooks = [o.register_step_post_hook(record_gradients) for o in state.optimizer]
     clip = replace(adaptive_clip(state.model.named_parameters(), recipe.adaptive), eps=ADAPTIVE_EPS)
     while state.step < until:
         inputs, labels = own_rows(mesh, *batch_at(state.step, recipe))

@@ -98,7 +98,7 @@ def update(model: nn.Module, optimizers: OptimizerSet, steps: range) -> None:
         for name, parameter in model.named_parameters():
             parameter.grad = _like(parameter, gradient(name, parameter.shape, step))
         optimizers.set_lr(LR / (step + 1))
-        optimizers.step_if(torch.tensor(True))
+        optimizers.step(torch.tensor(True))
 
 
 @cache
@@ -150,7 +150,7 @@ def reject_a_step(model: nn.Module, optimizers: OptimizerSet) -> None:
         parameter.grad = torch.ones_like(parameter)
         if dist.get_rank() == 0 and local_shard(parameter.grad).numel():
             local_shard(parameter.grad).view(-1)[0] = torch.nan
-    optimizers.step_if(torch.tensor(False))
+    optimizers.step(torch.tensor(False))
     optimizers.uncount_steps(1)
     optimizers.zero_grad()
 

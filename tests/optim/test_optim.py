@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -59,16 +58,19 @@ def test_every_implementation_makes_the_same_update(name, implementation):
     assert torch.allclose(update(implementation), update("for-loop"), rtol=1e-5)
 
 
-def test_clipping_scales_all_gradients_by_their_joint_norm():
+@pytest.mark.parametrize("scale", [1.0, 3.0])  # the loss scale
+@pytest.mark.parametrize("max_norm, factor", [(0.0, 1.0), (1.0, 0.2), (10.0, 1.0)])
+def test_clipping_limits_the_joint_norm_of_all_gradients(max_norm, factor, scale):
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip_gradients(parameters, 0.0).total == 5 and parameters[1].grad == 4  # 0: no clipping
-    assert clip_gradients(parameters, 1.0).total == 5
-    joint = math.hypot(*parameters[0].grad.tolist(), *parameters[1].grad.tolist())
-    assert joint == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients(parameters, 10.0).total == pytest.approx(
-        1.0, rel=1e-5
-    )  # a shorter one is not scaled
+    grads = [torch.tensor([3.0, 0.0]) * scale, torch.tensor([4.0]) * scale]
+    parameters[0].grad, parameters[1].grad = (grad.clone() for grad in grads)
+    norms = clip_gradients(parameters, max_norm, scale=scale)
+    assert norms.total == 5 and norms.own.tolist() == [3, 4]
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, grads, strict=True))
+    if max_norm == 0 and scale == 1:
+        assert norms.factor is None
+    else:
+        assert norms.factor.item() * scale == pytest.approx(factor, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

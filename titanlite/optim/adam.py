@@ -83,20 +83,19 @@ def _adam_state_bytes(
 
 
 class _FusedConditional(torch.optim.Optimizer):
-    """Mixin for fused optimizers, whose kernels write nothing if `found_inf` is 1."""
+    """Mixin for torch's fused optimizers, whose kernels read what torch's GradScaler would set."""
 
-    found_inf: Tensor  # torch's GradScaler sets it; the fused step changes nothing if it is 1
+    found_inf: Tensor | None = None  # 1: write nothing, and count no step
+    grad_scale: Tensor | None = None  # divide the gradients by it, and write them too
 
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self.found_inf = (~accept).float()
+    def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
+        """See `ScalingOptimizer.step_scaled`."""
+        self.found_inf = None if accept is None else (~accept).float()
+        self.grad_scale = None if grad_factor is None else grad_factor.reciprocal()
         try:
             self.step()
         finally:
-            del self.found_inf
-
-    def uncount_steps(self, steps: int) -> None:
-        """Nothing to do: torch's fused step counts on the device, and only steps that it takes."""
+            self.found_inf = self.grad_scale = None
 
 
 class ConditionalAdamW(_FusedConditional, torch.optim.AdamW):

@@ -28,7 +28,7 @@ class AdaptiveClip:
     excluded: frozenset[nn.Parameter] = frozenset()  # their gradients are not clipped
 
     @torch.no_grad()
-    def scale(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    def scale(self, gradients: Iterable[tuple[nn.Parameter, Tensor]], loss_scale: float) -> None:
         """Scale this rank's shard of each gradient in place; a collective of all ranks.
 
         The squared norms of units that are on several ranks are summed in one all-reduce per
@@ -44,7 +44,7 @@ class AdaptiveClip:
         sum_over_shards(zip(squares, groups, strict=True))
         for (_, grad), square in zip(clipped, squares, strict=True):
             weight_norm, grad_norm = square.sqrt()
-            limit = self.factor * weight_norm.clamp(min=self.eps)
+            limit = self.factor * loss_scale * weight_norm.clamp(min=self.eps)
             # A gradient of 0 divides by 0: inf, which the clamp makes 1. NaN stays NaN.
             local = local_shard(grad)
             ratio = (limit / grad_norm).clamp(max=1.0).to(local.dtype)

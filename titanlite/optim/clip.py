@@ -1,4 +1,4 @@
-"""Gradient norm over all ranks, and gradient clipping."""
+"""Gradient norm over all ranks, and the factor that clips: `OptimizerSet.step` applies it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class GradNorms(NamedTuple):
 
     total: Tensor  # 0-d: norm of the global gradient, the same on every rank
     own: Tensor  # [number of parameters on this rank]: norm of each shard; 0 without a gradient
+    factor: Tensor | None = None  # 0-d: what clipping multiplies the gradients by; None: by 1
 
 
 @torch.no_grad()
@@ -34,26 +35,25 @@ def clip_gradients(
     scale: float = 1.0,
     adaptive: AdaptiveClip | None = None,
 ) -> GradNorms:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`; 0: no clipping.
+    """The factor with which the joint 2-norm of all gradients is at most `max_norm`; 0: any norm.
 
-    `parameters` are those of this rank's pipeline stages. The gradients are first divided by
-    `scale`, the loss scale. With `adaptive`, the gradient of each unit, such as a row of a matrix,
-    is clipped by itself instead. Does not wait for the device.
+    `parameters` are those of this rank's pipeline stages. Their gradients contain `scale`, the loss
+    scale; the norms do not, and the factor removes it. With `adaptive`, each unit, such as a row of
+    a matrix, is clipped by itself instead, in place. Does not wait for the device.
     """
     parameters = list(parameters)
     with_grad = [(p, p.grad) for p in parameters if p.grad is not None]
-    local = [local_shard(grad) for _, grad in with_grad]
-    if scale != 1.0:
-        torch._foreach_mul_(local, 1 / scale)
-    norms = iter(shard_norms(local))
+    norms = iter(shard_norms([grad for _, grad in with_grad]))
     norm_of_each = [None if p.grad is None else next(norms) for p in parameters]
-    total, own = combine_norms(parameters, norm_of_each, mesh)
+    total, own, _ = combine_norms(parameters, norm_of_each, mesh)
+    factor = None
+    if scale != 1.0:
+        total, own, factor = total / scale, own / scale, torch.full_like(total, 1 / scale)
     if adaptive:
-        adaptive.scale(with_grad)
-    elif max_norm > 0:
-        # The formula of torch.nn.utils.clip_grads_with_norm_, which handles DTensors one by one.
-        torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))
-    return GradNorms(total, own)
+        adaptive.scale(with_grad, scale)
+    elif max_norm > 0:  # the formula of torch.nn.utils.clip_grads_with_norm_
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0) / scale
+    return GradNorms(total, own, factor)
 
 
 @torch.no_grad()

@@ -26,6 +26,14 @@ class ConditionalOptimizer(Protocol):
 
 
 @runtime_checkable
+class ScalingOptimizer(Protocol):
+    """An optimizer that multiplies gradients while it reads them, not in a pass of its own."""
+
+    def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
+        """`step_if` with the gradients times `grad_factor` []; None: take the step, times 1."""
+
+
+@runtime_checkable
 class OverlappingOptimizer(Protocol):
     """An optimizer that communicates; other optimizers can compute meanwhile."""
 

@@ -6,14 +6,13 @@ update at a usual learning rate is less than half of that, so rounding would und
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
-from titanlite.optim.conditional import ConditionalOptimizer
 
 MASTER = "float32"  # key of the float32 copy in the optimizer's state, next to the moments
 
@@ -27,9 +26,19 @@ def updating_vectors_in_float32(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> type[torch.optim.Optimizer]:
     """A subclass that updates low-precision vectors through float32 copies in its state."""
-    conditional = issubclass(optimizer_class, ConditionalOptimizer)
-    mixin = _ConditionalFloat32Vectors if conditional else _Float32Vectors
-    return type(optimizer_class.__name__, (mixin, optimizer_class), {})
+    names = [n for n in ("step", "step_if", "step_scaled") if hasattr(optimizer_class, n)]
+    methods = {name: _on_copies(getattr(optimizer_class, name)) for name in names}
+    return type(optimizer_class.__name__, (_Float32Vectors, optimizer_class), methods)
+
+
+def _on_copies(step: Callable[..., None]) -> Callable[..., None]:
+    """A method that calls `step` while float32 copies replace the vectors."""
+
+    def method(self: _Float32Vectors, *arguments: Tensor | None) -> None:
+        with self._float32_copies():
+            step(self, *arguments)
+
+    return method
 
 
 class _Float32Vectors(torch.optim.Optimizer):
@@ -44,11 +53,6 @@ class _Float32Vectors(torch.optim.Optimizer):
         for parameter, state in self.state.items():  # if the constructor allocates it
             if is_low_vector(parameter):
                 state[MASTER] = parameter.detach().float()
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        with self._float32_copies():
-            super().step()
 
     @contextmanager
     def _float32_copies(self) -> Iterator[None]:
@@ -81,15 +85,6 @@ class _Float32Vectors(torch.optim.Optimizer):
                     self.state[copy] = state
                 copies[parameter] = copy
         return copies
-
-
-class _ConditionalFloat32Vectors(_Float32Vectors):
-    """The same for a `ConditionalOptimizer`."""
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        with self._float32_copies():
-            super().step_if(accept)  # type: ignore[misc]  # of the optimizer
 
 
 def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:

@@ -5,11 +5,6 @@ The gradient is then freed, so only one FSDP group has gradients at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.mesh import Mesh
@@ -46,25 +41,16 @@ class OptimizerInBackward:
         # A group of this parameter alone: if each update iterated over all parameters, the cost of
         # backward would be quadratic in their number.
         optimizer, group = self._optimizer_and_group_of[parameter]
-        with (
-            self._update_norms.around([parameter]),
-            _only_group(optimizer, {**group, "params": [parameter]}),
-        ):
-            optimizer.step()
+        groups = list(optimizer.param_groups)
+        optimizer.param_groups[:] = [{**group, "params": [parameter]}]
+        try:
+            with self._update_norms.around([parameter]):
+                optimizer.step()
+        finally:
+            optimizer.param_groups[:] = groups
         parameter.grad = None
 
     def norms(self, mesh: Mesh | None = None) -> GradNorms:
         """The gradient norms of the step that the last backward has taken."""
         norms, self._norms = self._norms, {}
         return combine_norms(self._parameters, [norms.get(p) for p in self._parameters], mesh)
-
-
-@contextmanager
-def _only_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[None]:
-    """Let the optimizer have only this group inside the block."""
-    groups = list(optimizer.param_groups)
-    optimizer.param_groups[:] = [group]
-    try:
-        yield
-    finally:
-        optimizer.param_groups[:] = groups

@@ -117,18 +117,23 @@ class LowMemoryAdam(ConditionalBase):
 
     def update(self, accept: Tensor | None) -> None:
         """See `ConditionalBase.update`."""
+        self.step_scaled(accept, None)
+
+    @torch.no_grad()
+    def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
+        """See `ScalingOptimizer.step_scaled`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(parameter, parameter.grad, group, accept)
+                    self._step_parameter(parameter, group, accept, grad_factor)
 
-    def _step_parameter(
-        self, parameter: nn.Parameter, grad: Tensor, group: dict, accept: Tensor | None
-    ) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, group: dict, *given: Tensor | None) -> None:
+        """`given`: the last two of `_StepScalars`."""
+        assert parameter.grad is not None
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1  # in host memory, so reading it does not wait for the device
         step, storage = state["step"].item(), moment_format(parameter.shape, self.moments.dtype)
-        weight, local_grad = local_shard(parameter), local_shard(grad)
+        weight, grad = local_shard(parameter), local_shard(parameter.grad)
         if not weight.numel():  # other ranks have all of it
             return
         stored = [local_shard(state[name]) for name in storage.names]
@@ -139,13 +144,13 @@ class LowMemoryAdam(ConditionalBase):
             torch.tensor(float(group["weight_decay"])),
             torch.tensor(1 / (1 - beta1**step)),
             torch.tensor((1 - beta2**step) ** -0.5),
-            accept,
+            *given,
         )
         blocks = weight.numel() // storage.block if storage.block else 1
         self._update(
             storage.dtype,
             weight.view(blocks, -1),
-            local_grad.reshape(blocks, -1),
+            grad.reshape(blocks, -1),
             [moment.view(blocks, -1) for moment in on_device],
             scalars,
             _AdamRule((beta1, beta2), group["eps"], self.decoupled),
@@ -163,6 +168,7 @@ class _StepScalars(NamedTuple):
     correction1: Tensor  # bias correction that the first moment is multiplied by
     correction2: Tensor  # the same for the root of the second moment
     accept: Tensor | None  # on the device; false: change no bit; None: always update
+    grad_factor: Tensor | None  # on the device: multiplies the gradient; None: 1
 
 
 class _AdamRule(NamedTuple):
@@ -182,9 +188,11 @@ def _update(
     rule: _AdamRule,
 ) -> None:
     """One step of Adam in fp32, in place."""
-    lr, weight_decay, correction1, correction2, accept = scalars
+    lr, weight_decay, correction1, correction2, accept, grad_factor = scalars
     betas, eps, decoupled = rule
     w, g = weight.float(), grad.float()
+    if grad_factor is not None:
+        g = g * grad_factor
     if decoupled:
         w = w - lr * weight_decay * w
     else:

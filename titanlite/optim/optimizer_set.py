@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.clip import shard_norms
-from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer
+from titanlite.optim.conditional import (
+    ConditionalOptimizer,
+    OverlappingOptimizer,
+    ScalingOptimizer,
+)
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule, StepSpan
 
 
@@ -109,32 +113,35 @@ class OptimizerSet:
             group["weight_decay"] = group[INITIAL_WEIGHT_DECAY] * decay_factor
         return peak_lr * self._schedule.lr_factor(progress)
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        self._step(None)
+    def step(self, accept: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient, with the gradient times `grad_factor` [].
 
-    def step_if(self, accept: Tensor) -> None:
-        """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
-
-        Step counters in host memory may advance either way: `uncount_steps` corrects them.
-        Waits for the device only in optimizers that are not a `ConditionalOptimizer`.
+        If `accept` [] is false, change no bit of weights and state. Step counters in host memory
+        may advance either way: `uncount_steps` corrects them. Waits for the device only in
+        optimizers that cannot decide there. Which gradients are scaled afterwards is undefined.
         """
-        self._step(accept)
-
-    def _step(self, accept: Tensor | None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
+        if grad_factor is not None:
+            self._scale_gradients(grad_factor)
         with self.update_norms.around(parameters):
             completions = [optimizer.begin_step(accept) for optimizer in overlapping]
-            for optimizer in self:
-                if optimizer in overlapping:
-                    continue
-                if accept is not None and isinstance(optimizer, ConditionalOptimizer):
+            for optimizer in [o for o in self if o not in overlapping]:
+                if isinstance(optimizer, ScalingOptimizer):
+                    optimizer.step_scaled(accept, grad_factor)
+                elif accept is not None and isinstance(optimizer, ConditionalOptimizer):
                     optimizer.step_if(accept)
                 elif accept is None or bool(accept):
                     optimizer.step()
             for complete in completions:
                 complete()
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients of each optimizer that does not do it, in place."""
+        groups = [g for o in self if not isinstance(o, ScalingOptimizer) for g in o.param_groups]
+        grads = [local_shard(p.grad) for g in groups for p in g["params"] if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)  # one kernel for all; there is no public equivalent
 
     def uncount_steps(self, steps: int) -> None:
         """Subtract `steps` rejected calls of `step_if` from the step counters."""

@@ -66,6 +66,7 @@ class StepResult:
     z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
+    grad_factor: Tensor | None  # 0-d: multiplies the gradients in the update; None: 1
     own_losses: Tensor  # [2]: this rank's shares of `loss` and `z_loss`
     lr: float  # before the factors of optimizer.groups and of muP
     samples: int  # of the step, over all ranks
@@ -109,7 +110,7 @@ def compute_gradients(
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
-    """The first part of a step: forward, backward and clipping.
+    """The first part of a step: forward, backward and the norm of the gradients.
 
     Changes no parameter, unless the optimizer steps in backward.
     """
@@ -134,13 +135,11 @@ def compute_gradients(
         hook.after_backward()
     set_phase("step")
     if in_backward:
-        grad_norm, own_norms = in_backward.norms(mesh)
+        norms = in_backward.norms(mesh)
     else:
         parameters = state.model.parameters()
-        grad_norm, own_norms = clip_gradients(
-            parameters, settings.clip_norm, mesh, scale, settings.adaptive_clip
-        )
-    overflowed = False
+        norms = clip_gradients(parameters, settings.clip_norm, mesh, scale, settings.adaptive_clip)
+    overflowed, grad_norm = False, norms.total
     if state.loss_scale is not None:  # this waits for the device
         # All ranks have the same values, so all decide the same. The judge sees what no loss scale
         # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
@@ -152,7 +151,8 @@ def compute_gradients(
         loss=loss,
         z_loss=losses[1],
         grad_norm=grad_norm,
-        own_norms=own_norms,
+        own_norms=norms.own,
+        grad_factor=norms.factor,
         own_losses=own_losses,
         lr=lr,
         samples=samples,
@@ -163,12 +163,9 @@ def compute_gradients(
 
 def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:
     """The second part of a step: update the parameters, unless the step is to be skipped."""
-    if settings.optimizer_in_backward is None and not result.skipped:
-        if result.accept is None:
-            state.optimizer.step()
-        else:
-            state.optimizer.step_if(result.accept)
     if not result.skipped:
+        if settings.optimizer_in_backward is None:
+            state.optimizer.step(result.accept, result.grad_factor)
         for hook in settings.hooks:
             hook.after_update(result)
     state.optimizer.zero_grad()
