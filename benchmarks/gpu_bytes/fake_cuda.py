@@ -33,6 +33,7 @@ from titanlite_planner.dry_run.ranks import even_row_numbers
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 CAPABILITY = (9, 0)  # Hopper: all kernels and Float8
+CUDA_VERSION = "13.0"  # of the builds of torch 2.11 and later on PyPI
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 # Operations whose result is a value, or has a shape that depends on values: on a GPU the host waits
@@ -365,6 +366,7 @@ def fake_cuda(trace: Trace) -> Iterator[None]:
         for name, function in replaced.items():
             patch.setattr(torch.cuda, name, function)
         patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.setattr(torch.version, "cuda", CUDA_VERSION)
         # DTensor computes shapes on CPU tensors; they must be fake, in a mode of its own.
         patch.setattr(_sharding_prop, "detect_fake_mode", lambda *_: None, raising=False)
         runtime = type("Runtime", (), {})()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts
 from titanlite.parallelize.fsdp import REDUCE_DTYPE
@@ -92,6 +93,12 @@ def _numerics_of(job: Job) -> Numerics:
     transforms, float8 = job.transforms, job.config.float8
     parameters = transforms.param_dtype.itemsize
     matmuls: MatmulPrecision = "float32"
+    if float8.recipe_name == "mxfp8":
+        raise ConfigError(
+            'planner: quantize.linear.float8.recipe_name = "mxfp8" cannot be estimated; no run of'
+            " titanlite or torchtitan with it has been measured.",
+            fix='Plan with "tensorwise", or without Float8.',
+        )
     if float8.recipe_name:
         matmuls = "float8"
     elif transforms.compute_dtype.itemsize == 2:

@@ -18,6 +18,7 @@ from statistics import median
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.prototype.moe_training.mxfp8_linear import KernelPreference, MXFP8Linear
 
 from conftest import ROOT
 from tests.checkpoint.saving import load, open_checkpointer, save_and_wait
@@ -60,8 +61,10 @@ SCALED = replace(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 MIXED = replace(TENSORWISE, filter_fqns=["attention.wk", "feed_forward.w2"])
 ROWWISE = Float8Config(recipe_name="rowwise", emulate=True)
 GW_HP = Float8Config(recipe_name="rowwise_with_gw_hp", emulate=True)
+MXFP8 = Float8Config(recipe_name="mxfp8", emulate=True)
+MX_LAST = replace(MXFP8, filter_fqns=[".1."])  # the last block in high precision
 
-
+FLOAT8_LAYERS = ("Float8Linear", "MXFP8Linear")
 WRAPPERS = ("DTensor", "Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor")
 
 
@@ -99,16 +102,23 @@ def one_process(recipe: Recipe, float8: Float8Config, microbatch: int) -> Record
     family = recipe.spec
     model = family.build(recipe.sizes)
     init_weights(model, family, recipe.sizes, SEED)
-    if float8.recipe_name:
+
+    def is_float8(layer: torch.nn.Module, name: str) -> bool:
+        excluded = name == "output" or name.endswith("router.gate")
+        return not excluded and not any(part in name for part in float8.filter_fqns)
+
+    if float8.recipe_name == "mxfp8":
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, torch.nn.Linear) and is_float8(layer, name):
+                emulated = MXFP8Linear(1, 1, False, kernel_preference=KernelPreference.EMULATED)
+                emulated.weight = layer.weight
+                model.set_submodule(name, emulated)
+    elif float8.recipe_name:
         config = torchao().Float8LinearConfig.from_recipe_name(float8.recipe_name)
         torchao().convert_to_float8_training(
             model,
             config=replace(config, emulate=True),
-            module_filter_fn=lambda layer, name: (
-                name != "output"
-                and not name.endswith("router.gate")
-                and not any(part in name for part in float8.filter_fqns)
-            ),
+            module_filter_fn=is_float8,
         )
     optimizer = build_optimizer(model, recipe.section)
     record = Record()
@@ -144,11 +154,13 @@ def gradient_errors(record: Record, expected: Record) -> list[float]:
 
 TIED = replace(SIZES, vocab_size=512, tied_embeddings=True)
 ONE_HEAD = replace(SIZES, n_kv_heads=1)  # replicated over two tensor-parallel ranks
+BLOCKS_OF_32 = replace(SIZES, n_kv_heads=4, hidden_dim=128)  # also in two tensor-parallel shards
 
 
 def case_name(value) -> str:
     if isinstance(value, Llama3Sizes):
-        return {SIZES: "untied", TIED: "tied", ONE_HEAD: "one head"}[value]
+        names = {SIZES: "untied", TIED: "tied", ONE_HEAD: "one head", BLOCKS_OF_32: "aligned"}
+        return names[value]
     return str(value)
 
 
@@ -164,6 +176,8 @@ def case_name(value) -> str:
         (Layout(replicate=2, shard=2, compile="aot_eager"), SCALED, SIZES, 2),
         (Layout(pipeline=2, microbatch=4), SCALED, SIZES, 4),
         (Layout(shard=2), ROWWISE, SIZES, 4),
+        (Layout(shard=2, recompute="selective"), MXFP8, SIZES, 4),
+        (Layout(pipeline=2, microbatch=4, compile="aot_eager"), MX_LAST, SIZES, 4),
     ],
     ids=case_name,
 )
@@ -188,6 +202,8 @@ def test_data_and_pipeline_parallel_train_like_one_process(layout, float8, sizes
         (Layout(tensor=2), GW_HP, SIZES, 8),
         (Layout(shard=2, tensor=2), SCALED, SIZES, 4),
         (Layout(context=2), ROWWISE, SIZES, 8),
+        (Layout(context=2), MXFP8, SIZES, 8),
+        (Layout(shard=2, tensor=2), MX_LAST, BLOCKS_OF_32, 4),
     ],
     ids=case_name,
 )
@@ -223,7 +239,7 @@ def assert_float8(ranks, sizes: Llama3Sizes, float8: Float8Config) -> None:
     assert set(classes) == names  # conversion renames nothing
     excluded = {n for n in names if any(part in n for part in float8.filter_fqns)}
     excluded |= {"output"}  # fused with the loss
-    assert {n for n, kind in classes.items() if "Float8Linear" in kind} == names - excluded
+    assert {n for n, kind in classes.items() if kind.endswith(FLOAT8_LAYERS)} == names - excluded
     for _, layers in ranks:
         assert all(classes[name] == kind for name, kind in layers.items())
 

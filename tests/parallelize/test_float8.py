@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees
 from titanlite.models import FAMILIES
 from titanlite.optim import OptimizerConfig, build_optimizer
+from titanlite.parallelize import float8
 from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, compile_blocks
 from titanlite.parallelize.float8 import (
     AUTO_FILTER,
     Float8Config,
+    Gpu,
     check_float8,
+    check_float8_device,
     convert_to_float8,
     select_float8_layers,
+    torchao,
 )
 
 FAMILY = FAMILIES["llama3"]
@@ -80,6 +88,30 @@ def test_the_auto_filter_excludes_layers_too_small_to_be_faster(recipe, flavor, 
     assert all("too small to be faster" in reason for reason in excluded.values())
 
 
+def test_mxfp8_is_refused_where_blocks_of_32_or_hardware_are_missing(monkeypatch):
+    """Emulated too: a scale for each 32 values needs whole blocks. It is never emulated unasked."""
+    sizes = replace(FAMILY.flavors["quickstart"], hidden_dim=96)
+    real, emulated = (Float8Config(recipe_name="mxfp8", emulate=e) for e in (False, True))
+
+    def problems(config: Float8Config, tokens: int = 64, tensor: int = 1) -> str:
+        return " ".join(
+            map(str, check_float8(config, FAMILY, sizes, Degrees(tensor=tensor), tokens))
+        )
+
+    assert problems(emulated) == problems(real) == ""
+    assert "48 tokens a rank" in problems(emulated, tokens=48)
+    assert "w1 48x256" in problems(emulated, tensor=2)
+    assert "tensorwise" in problems(replace(emulated, enable_fsdp_float8_all_gather=True))
+    assert AUTO_FILTER in problems(replace(emulated, filter_fqns=[AUTO_FILTER]))
+    gpus = [None, *(Gpu("GPU", capability) for capability in [(9, 0), (12, 0), (10, 0), (10, 3)])]
+    refused = [bool(list(check_float8_device(real, gpu, compiles_blocks=True))) for gpu in gpus]
+    assert refused == [True, True, True, False, False]
+    assert not list(check_float8_device(emulated, None, compiles_blocks=True))
+    torchao.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
+    assert "mxfp8_linear cannot be imported" in problems(emulated)
+
+
 def test_conversion_does_not_rename_parameters_and_logs_excluded_layers(caplog):
     model = build_on_meta("quickstart")
     model.layers["0"].attention.wo = torch.nn.Linear(256, 4100, bias=False, device="meta")
@@ -124,6 +156,44 @@ def test_one_graph_casts_all_weights_before_their_all_gather_to_the_values_of_to
             bits.append(data.view(torch.uint8))
     assert all(map(torch.equal, bits[:3], bits[3:]))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_scales_in_the_matmuls_give_the_gradients_of_scales_after_them(recipe, monkeypatch):
+    """Scaled after them, each output of a backward matmul is read and written once more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 32, bias=False)).bfloat16()
+    convert_to_float8(model, Float8Config(recipe_name=recipe))
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    gradients, operations = [], []
+    for cuda in ("12.8", "12.9"):
+        monkeypatch.setattr(float8, "find_gpu", lambda _: Gpu("H100", (9, 0)))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with torch.profiler.profile() as profile:
+            gradients += [torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])]
+        operations.append(sum(e.count for e in profile.key_averages() if e.key == "aten::mul_"))
+    assert all(map(torch.equal, *gradients))
+    assert operations[0] > operations[1] == 0
+
+
+def test_a_matrix_of_tokens_is_what_torchao_gets():
+    """Otherwise a compiled backward computes the maximum of each layer's input again."""
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    convert_to_float8(model, Float8Config(recipe_name="tensorwise", emulate=True))
+    maxima = []
+
+    def backend(graph, inputs):
+        maxima.append(sum(n.target is torch.ops.aten.max.default for n in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    def partition(graph, *args, **options):
+        joint_graph_passes(graph)  # as inductor does
+        return min_cut_rematerialization_partition(graph, *args, **options)
+
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    aot = aot_autograd(fw_compiler=backend, partition_fn=partition)
+    torch.compile(model, backend=aot)(x).sum().backward()
+    assert maxima == [2, 1]  # of the input and the weight; of the output's gradient
 
 
 class RefuseHostReads(TorchDispatchMode):

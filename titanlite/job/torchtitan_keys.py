@@ -51,7 +51,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "experimental": _CUSTOM,
     "fault_tolerance": "is not available in this version.",
     "memory_estimation": "is not available in this version.",
-    "quantize.linear.mx": "is not available in this version.",
+    "quantize.linear.mx": 'is now quantize.linear.float8.recipe_name = "mxfp8".',
     "quantize.grouped_mm": (
         "is not supported: torchao's Float8 grouped matmul (a prototype in 0.18) has no emulation,"
         " and needs groups of 16 rows; experts compute in training.mixed_precision_param."

@@ -2,6 +2,7 @@
 
 Weights are stored, updated and saved in the param dtype. The operands of each matmul are scaled
 and cast to Float8 just before it; its output has the compute dtype, which may be float32.
+MXFP8 has a scale for each 32 values along the summed dimension (OCP Microscaling Formats, 1.0).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from types import ModuleType
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,8 @@ from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 SECTION = "quantize.linear.float8"
 AUTO_FILTER = "auto_filter_small_kn"  # special value in filter_fqns, as in torchtitan
 ALIGNMENT = 16  # Float8 tensor cores need sizes that are multiples of it
+MX_BLOCK = 32  # values with one scale in MXFP8
+MXFP8_MODULE = "prototype.moe_training.mxfp8_linear"  # of torchao 0.18; may move
 FLOAT8_FALLBACK_SINCE = "2.13"  # torch version; for the fallback see `compiles_float8`
 
 
@@ -74,14 +77,24 @@ class Float8Config:
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     # compute the scales of all weights that are all-gathered in Float8 with one all-reduce a step
     # instead of one per weight
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    # granularity of the scales: one per tensor or per row (gw_hp: weight gradients in high
-    # precision); unset: no Float8
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] | None = None
+    # granularity of the scales: one per tensor, per row (gw_hp: weight gradients in high precision)
+    # or per 32 values (mxfp8, for compute capability 10); unset: no Float8
     filter_fqns: list[str] = field(default_factory=list)
     # linear layers whose name contains one of these stay in high precision; the output layer and
-    # layers with a size that is not a multiple of 16 always do; "auto_filter_small_kn": so do
-    # layers that are too small to be faster, as torchao measured on an H100
+    # layers with a size that is not a multiple of 16 (mxfp8: 32) always do; "auto_filter_small_kn":
+    # so do layers that are too small to be faster, as torchao measured on an H100
     emulate: bool = False  # cast to Float8 but compute in float32: for hardware without Float8
+
+    @property
+    def alignment(self) -> int:
+        """What the sizes of a layer must be multiples of."""
+        return MX_BLOCK if self.recipe_name == "mxfp8" else ALIGNMENT
+
+    @property
+    def aligns_ranks(self) -> bool:
+        """Whether the tokens and shards of a rank must be multiples of it, too."""
+        return self.recipe_name == "mxfp8" or not self.emulate
 
     @property
     def rounds_as_eager(self) -> bool:
@@ -120,34 +133,49 @@ def resolve_float8(config: Float8Config, converters: Sequence[str]) -> Float8Con
 
 
 @cache
-def torchao() -> ModuleType:
-    """Import torchao.float8 without its warnings; raises ConfigError if it is not installed."""
+def torchao(module: str = "float8") -> Any:
+    """Import a module of torchao without its warnings; raises ConfigError if that fails."""
     # It warns of extensions built for other hardware, and makes torch warn about pytree types.
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [noisy.level for noisy in loggers]
     try:
         for noisy in loggers:
             noisy.setLevel(logging.ERROR)
-        # torchao has no py.typed marker, here and below.
-        import torchao.float8 as float8  # type: ignore[import-untyped]
-        from torchao.float8 import float8_ops
+        imported = import_module(f"torchao.{module}")
+        float8_ops: Any = import_module("torchao.float8.float8_ops")
     except ImportError as missing:
         raise ConfigError(
-            f"{SECTION}.recipe_name: Float8 needs torchao, which cannot be imported ({missing}).",
+            f"{SECTION}.recipe_name: torchao.{module} cannot be imported ({missing}).",
             fix='Install it with "pip install torchao" (tested: 0.18.0).',
         ) from missing
     finally:
         for noisy, level in zip(loggers, levels, strict=True):
             noisy.setLevel(level)
-    _all_gather_as_bytes(float8_ops.FLOAT8_OPS_TABLE)
-    return float8
+    if module == "float8":  # Both are private, but the only places to change this.
+        _all_gather_as_bytes(float8_ops.FLOAT8_OPS_TABLE)
+        float8_ops.addmm_float8_unwrapped = partial(_scaled_mm, float8_ops.addmm_float8_unwrapped)
+    return imported
+
+
+def _scaled_mm(
+    torchao_mm: Callable, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *args: Any, **more
+) -> Tensor:
+    """torchao's matmul in Float8, with the scales of rows applied by cuBLAS where it can.
+
+    Without fast accumulation, as in backward, torchao multiplies the output by them afterwards,
+    since torch's kernel is slow, but for Hopper and from CUDA 12.9 torch calls cuBLAS
+    (https://github.com/pytorch/pytorch/pull/157905). Scales are powers of two, so it rounds alike.
+    """
+    gpu, cuda = find_gpu(a.device), [*map(int, (torch.version.cuda or "0").split("."))]
+    has_cublas = gpu is not None and gpu.capability == (9, 0) and cuda >= [12, 9]
+    if more["use_fast_accum"] or a_scale.dim() < 2 or not has_cublas:
+        return torchao_mm(a, a_scale, b, b_scale, *args, **more)
+    scales = a_scale.reciprocal(), b_scale.reciprocal()
+    return torch._scaled_mm(a, b, *scales, more["bias"], out_dtype=torch.bfloat16).to(args[0])
 
 
 def _all_gather_as_bytes(handlers: dict) -> None:
-    """Make torchao all-gather Float8 tensors on a CPU as uint8: gloo has no Float8 type (2.13).
-
-    torchao's table of op handlers is private, but the only place to change this.
-    """
+    """Make torchao all-gather Float8 tensors on a CPU as uint8: gloo has no Float8 type (2.13)."""
     for op in [op for op in handlers if "all_gather_into_tensor" in str(op)]:
         handlers[op] = partial(_all_gather_float8, handlers[op])
 
@@ -194,22 +222,43 @@ def convert_to_float8(
     """Replace each selected linear layer by a Float8 layer with the same weight and name."""
     if config.recipe_name is None:
         return
-    ao = torchao()
     selected, excluded = select_float8_layers(part, config)
-    recipe = replace(
-        ao.Float8LinearConfig.from_recipe_name(config.recipe_name),
-        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
-        emulate=config.emulate,
-    )
-    _compile_gathered_casts(compile)
-    names = set(selected)
-    ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
+    if config.recipe_name == "mxfp8":
+        _convert_to_mxfp8(part, selected, config.emulate)
+    else:
+        ao, names = torchao(), set(selected)
+        recipe = replace(
+            ao.Float8LinearConfig.from_recipe_name(config.recipe_name),
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+            emulate=config.emulate,
+        )
+        _compile_gathered_casts(compile)
+        ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
+        for layer in map(part.get_submodule, selected):
+            layer.forward = partial(_forward_tokens, layer.forward)
     reasons = {_block_pattern(name): reason for name, reason in excluded.items()}
     shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     in_high_precision = f"; in high precision: {shown}" if shown else ""
     logger.info(
         "float8 %s in %d linear layers%s", config.recipe_name, len(selected), in_high_precision
     )
+
+
+def _forward_tokens(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Give torchao a matrix, as in its backward: then both have equal casts of x, and the compiler
+    computes the maximum of a tensor once, and one cast for all layers that share x."""
+    return forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def _convert_to_mxfp8(part: nn.Module, names: list[str], emulate: bool) -> None:
+    mxfp8 = torchao(MXFP8_MODULE)
+    kernels = mxfp8.KernelPreference.EMULATED if emulate else mxfp8.KernelPreference.AUTO
+    for name in names:
+        old: Any = part.get_submodule(name)
+        new = mxfp8.MXFP8Linear(1, 1, bias=False, device="meta", kernel_preference=kernels)
+        new.in_features, new.out_features = old.in_features, old.out_features
+        new.weight, new.bias = old.weight, old.bias
+        part.set_submodule(name, new)
 
 
 def select_float8_layers(
@@ -238,8 +287,8 @@ def select_float8_layers(
             excluded[name] = "computes in fp32"
         elif match is not None:
             excluded[name] = f'"{match}" in filter_fqns'
-        elif layer.out_features % ALIGNMENT or layer.in_features % ALIGNMENT:
-            excluded[name] = f"{size} is not a multiple of {ALIGNMENT}"
+        elif layer.out_features % config.alignment or layer.in_features % config.alignment:
+            excluded[name] = f"{size} is not a multiple of {config.alignment}"
         elif is_large_enough and not is_large_enough(layer, name):
             excluded[name] = f"{size} is too small to be faster"
         else:
@@ -298,18 +347,18 @@ def check_float8(
     if config.enable_fsdp_float8_all_gather and recipe != "tensorwise":
         yield ConfigError(
             f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
-            f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
+            f' "{recipe}": torchao all-gathers weights with one scale only.',
             fix='Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
         )
-    if AUTO_FILTER in config.filter_fqns and config.recipe_name == "rowwise_with_gw_hp":
+    if AUTO_FILTER in config.filter_fqns and recipe not in ("tensorwise", "rowwise"):
         yield ConfigError(
             f'{SECTION}.filter_fqns: torchao has no measurements for "{AUTO_FILTER}" with'
-            f' recipe_name = "{config.recipe_name}".',
+            f' recipe_name = "{recipe}".',
             fix="List the layers by name, or use another recipe.",
         )
         return
     try:
-        torchao()
+        torchao(MXFP8_MODULE if recipe == "mxfp8" else "float8")
     except ConfigError as missing:
         yield missing
         return
@@ -319,15 +368,15 @@ def check_float8(
     yield from _check_filters(config, selected, excluded)
     shards = weight_shards(model, spec, sizes, degrees)
     yield from _check_shards(config, {name: shards[f"{name}.weight"] for name in selected}, degrees)
-    needs_alignment = not config.emulate and config.recipe_name != "rowwise_with_gw_hp"
-    if needs_alignment and tokens % ALIGNMENT:
+    if recipe != "rowwise_with_gw_hp" and config.aligns_ranks and tokens % config.alignment:
+        or_emulate = "" if recipe == "mxfp8" else f", or set {SECTION}.emulate = true"
         yield ConfigError(
             f"{SECTION}.recipe_name: a micro-batch of {tokens} tokens a rank (sequences x"
             " training.seq_len / context-parallel ranks) is not a multiple of"
-            f" {ALIGNMENT}, as Float8 hardware needs.",
+            f" {config.alignment}, as {recipe} matmuls need.",
             fix="Change training.local_batch_size (with pipeline parallelism"
             " parallelism.pipeline_parallel_microbatch_size), training.seq_len or"
-            f" parallelism.context_parallel_degree, or set {SECTION}.emulate = true.",
+            f" parallelism.context_parallel_degree{or_emulate}.",
         )
 
 
@@ -355,18 +404,18 @@ def _check_filters(
 def _check_shards(
     config: Float8Config, shapes: Mapping[str, list[int]], degrees: Degrees
 ) -> Iterator[ConfigError]:
-    """Reject shards [rows, columns] that Float8 hardware or torchao's all-gather cannot use."""
+    """Reject shards [rows, columns] that the matmuls or torchao's all-gather cannot use."""
     unaligned, uneven, fsdp_ranks = {}, {}, degrees.shard * degrees.context
     for name, (rows, columns) in shapes.items():
-        if rows % ALIGNMENT or columns % ALIGNMENT:
+        if rows % config.alignment or columns % config.alignment:
             unaligned[_block_pattern(name)] = f"{rows}x{columns}"
         if rows % fsdp_ranks:
             uneven[_block_pattern(name)] = f"{rows}"
-    if unaligned and not config.emulate:
+    if unaligned and config.aligns_ranks:
         shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
         yield ConfigError(
             f"parallelism.tensor_parallel_degree = {degrees.tensor}: makes shards of {shown};"
-            f" Float8 hardware needs multiples of {ALIGNMENT}.",
+            f" {config.recipe_name} matmuls need multiples of {config.alignment}.",
             fix=f"Use a smaller degree, or add these layers to {SECTION}.filter_fqns.",
         )
     if uneven and config.enable_fsdp_float8_all_gather:
@@ -384,15 +433,18 @@ def check_float8_device(
 ) -> Iterator[ConfigError]:
     """Reject a device without Float8 hardware, unless emulated, and emulation that inductor cannot
     compile. `gpu` None: a CPU."""
-    if config.recipe_name is None or (gpu is not None and gpu.supports_float8):
+    if config.recipe_name is None:
         return
-    if not config.emulate:
+    is_mx = config.recipe_name == "mxfp8"  # torchao's kernels are not for 12.0
+    is_supported = gpu is not None and (gpu.capability[0] == 10 if is_mx else gpu.supports_float8)
+    if not config.emulate and not is_supported:
+        kind, needed = ("MXFP8", "10") if is_mx else ("Float8", "8.9 or later")
         yield ConfigError(
             f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({gpu or "a CPU"}) has no'
-            " Float8 matmuls; a GPU of compute capability 8.9 or later has.",
+            f" {kind} matmuls; a GPU of compute capability {needed} has.",
             fix=f"Set {SECTION}.emulate = true to try it here, slowly.",
         )
-    elif gpu is not None and compiles_blocks and not gpu.compiles_float8:
+    elif config.emulate and gpu is not None and compiles_blocks and not gpu.compiles_float8:
         yield ConfigError(
             f"{SECTION}.emulate = true: torch {torch.__version__} compiles casts to Float8 for GPUs"
             f" of compute capability 8.9 or later only; this device is {gpu}.",

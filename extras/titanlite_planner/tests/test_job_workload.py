@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from titanlite.errors import ConfigError
 from titanlite.job import read_job
 from titanlite_planner.job_workload import workload_of
 from titanlite_planner.memory.offloaded import offloaded_bytes
@@ -69,6 +70,11 @@ def test_the_float8_recipe_of_a_job(recipe):
     numerics = workload(*converter, "--quantize.linear.float8.recipe_name", recipe).numerics
     assert numerics.matmuls == "float8"
     assert numerics.float8_rowwise == (recipe == "rowwise")
+
+
+def test_mxfp8_is_refused_and_not_estimated_as_float8():
+    with pytest.raises(ConfigError, match='"mxfp8" cannot be estimated'):
+        workload("--quantize.linear.float8.recipe_name", "mxfp8")
 
 
 def test_what_is_offloaded_is_counted_once():
