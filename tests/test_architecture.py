@@ -77,6 +77,12 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/compile.py: cpu_vec_isa.VecISA._probe_load": (
         "replaces torch's probe, which starts a process for each instruction set"
     ),
+    "titanlite/parallelize/float8.py: float8_ops.addmm_float8_unwrapped": "a function of torchao",
+    "titanlite/parallelize/float8.py: layer.forward": "a layer of torchao",
+    "titanlite/parallelize/float8.py: new.in_features": "a layer of torchao",
+    "titanlite/parallelize/float8.py: new.out_features": "a layer of torchao",
+    "titanlite/parallelize/float8.py: new.weight": "a layer of torchao",
+    "titanlite/parallelize/float8.py: new.bias": "a layer of torchao",
     "titanlite/parallelize/float8.py: fsdp_utils.hp_tensor_and_scale_to_float8": (
         "replaces torchao's cast, which is not compiled"
     ),
