@@ -29,7 +29,6 @@ from tests.distributed.oracle import (
     relative_error,
     run_layouts,
     shard_and_offset,
-    with_enough_blocks,
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import merge_bits
@@ -74,7 +73,7 @@ RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon", "SOAP")
 STEPS, STOP, LR = 5, 3, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
-RECIPE = with_enough_blocks(replace(SGD, sizes=SIZES, batch=6, seq_len=12), Layout(pipeline=2))
+RECIPE = replace(SGD, sizes=SIZES, batch=6, seq_len=12)  # a block for each of two stages
 
 
 def optimizers_of(layout: Layout) -> list[str]:
@@ -82,9 +81,20 @@ def optimizers_of(layout: Layout) -> list[str]:
     return [name for name in OPTIMIZERS if layout.tensor <= 2 or "-bit" not in name]
 
 
-def build(layout: Layout, name: str) -> TrainState:
-    """A model and its optimizer under a layout; no step is taken."""
+@cache
+def build_once(layout: Layout) -> tuple[nn.Module, list[Tensor]]:
+    """(model, its initial weights) under a layout, for all optimizers."""
     model, _, _ = build_sharded(layout, RECIPE)
+    return model, [local_shard(p.detach()).clone() for p in model.parameters()]
+
+
+@torch.no_grad()
+def build(layout: Layout, name: str) -> TrainState:
+    """A model with its initial weights and an optimizer under a layout; no step is taken."""
+    model, initial = build_once(layout)
+    for parameter, weight in zip(model.parameters(), initial, strict=True):
+        local_shard(parameter).copy_(weight)
+        parameter.grad = None
     return TrainState(model, optimizer_of(model, name))
 
 

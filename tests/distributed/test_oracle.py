@@ -50,15 +50,16 @@ from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 SHORT = replace(SGD, steps=2)  # the second step depends on the update of the first
 MUP = replace(SHORT, mup_base=BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_heads=1), lr=0.1)
 QWEN3_MOE = recipe_of("qwen3_moe", optimizer="Muon", lr=1e-2)
-MUON = Recipe("Muon", max_norm=0.1, lr=2e-3, batch=12, seq_len=24, steps=5, compare_tensors=True)
-MUON = replace(MUON, sizes=replace(SIZES, n_layers=4))
+MUON = Recipe("Muon", max_norm=0.1, lr=2e-3, batch=12, seq_len=24, compare_tensors=True)
 STABLE = ("eps", 1e-3)  # keeps AdamW from dividing rounding errors by gradients of the same size
 RECIPES = {
     "SGD": SGD,
     "AdamW, clipped": ADAMW,
     "short": SHORT,
-    "documents": replace(SGD, documents=True, batch=12),
+    "one step": replace(SGD, steps=1),
+    "documents": replace(SHORT, documents=True, batch=12),
     "tied embeddings": with_tied_embeddings(SHORT),
+    "tied embeddings, one step": with_tied_embeddings(replace(SGD, steps=1)),
     "muP": MUP,
     "muP, tied embeddings": with_tied_embeddings(MUP),
     "adaptive clipping": replace(SHORT, adaptive=5e-4),
@@ -66,6 +67,7 @@ RECIPES = {
     "Muon": replace(MUON, options=(STABLE,)),
     "Muon, per head": replace(MUON, options=(STABLE, ("muon_per_head", True))),
     "experts": MOE,
+    "experts, one step": replace(MOE, steps=1),
     "experts, AdamW, clipped": replace(MOE, optimizer="AdamW", max_norm=0.1, lr=1e-3),
     "experts, adaptive clipping": replace(MOE, adaptive=5e-4),
     "experts, Muon": replace(MOE, optimizer="Muon", lr=1e-3),
@@ -89,6 +91,7 @@ RECIPES = {
 # other; an indented line continues the one above. "*" is every schedule; with `stages`, every one
 # that leaves their number to the user. Under SGD every gradient and weight is compared: Adam and
 # clipping would hide gradients that are wrong by a factor.
+# A compiled layout costs as much as 20 others, so these take one step, on as few ranks as possible.
 TABLE = """
 # SGD
 accumulate=3
@@ -98,87 +101,81 @@ context=2,accumulate=3
 shard=2,tensor=2,accumulate=3
 replicate=2,accumulate=3; context=2,rotate=alltoall,balancer=none,accumulate=3
 shard=3,accumulate=3
-shard=4,accumulate=3; replicate=2,shard=2,accumulate=3
-replicate=2,context=2,accumulate=3; context=2,shard=2,rotate=alltoall,accumulate=3
-tensor=4,accumulate=3
-context=4,accumulate=3; context=2,tensor=2,balancer=none,accumulate=3
+shard=4,accumulate=3; replicate=2,context=2,accumulate=3
+    ; context=2,shard=2,rotate=alltoall,accumulate=3; context=4,accumulate=3
+    ; pipeline=4,microbatch=3,accumulate=3
+    ; pipeline=4,microbatch=3,accumulate=3,schedule=InterleavedZeroBubble
+    ; context=2,tensor=2,balancer=none,accumulate=3; tensor=4,accumulate=3
 pipeline=2,microbatch=3,accumulate=3
 pipeline=2,microbatch=3,accumulate=3,schedule=*
-pipeline=2,microbatch=3,accumulate=3,schedule=*,stages=6
-pipeline=4,microbatch=3,accumulate=3
-    ; pipeline=4,microbatch=3,accumulate=3,schedule=InterleavedZeroBubble
-    ; pipeline=2,shard=2,microbatch=1,accumulate=3,schedule=ZBVZeroBubble
-    ; pipeline=2,tensor=2,microbatch=6,accumulate=3
-    ; pipeline=2,context=2,microbatch=3,accumulate=3,schedule=Interleaved1F1B
+    ; pipeline=2,microbatch=3,accumulate=3,schedule=*,stages=6
 
 # AdamW, clipped
 shard=2; tensor=2; context=2; pipeline=2,microbatch=9
-replicate=2,shard=2; shard=2,tensor=2; pipeline=2,tensor=2,microbatch=18
+replicate=2,shard=2
 
 # short
-replicate=2,shard=2,tensor=2
-pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
-pipeline=2,replicate=2,shard=2,microbatch=1,accumulate=3
-pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,accumulate=3
+replicate=2,shard=2,tensor=2; pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
+    ; pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,schedule=Interleaved1F1B
 offload_activations=True; recompute=op; compile=aot_eager,recompute=op
     ; accumulate=3,reduction=last_microbatch,early=True
 tensor=2,loss_parallel=False; tensor=2,recompute=selective; tensor=2,offload_activations=True
-shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
-    ; shard=2,tensor=2,compile=aot_eager,recompute=full
-    ; shard=2,tensor=2,reduction=last_microbatch,early=True
-shard=2,tensor=2,accumulate=3,loss_parallel=False,chunk=64,recompute=full,reduction=last_microbatch
-    ,reshard=never
-tensor=4,loss_parallel=False,chunk=100,compile=aot_eager; tensor=4,chunk=336
-shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
+    ; shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
     ; shard=2,offload=True; shard=2,recompute=op,offload=True; shard=2,recompute=full,chunk=100
-    ; shard=2,compile=aot_eager,offload_activations=True
     ; shard=2,reduction=last_microbatch,early=True
-replicate=2,shard=2,accumulate=3,reduction=last_microbatch
-    ; replicate=2,shard=2,accumulate=3,reduction=last_microbatch,early=True
-context=2,rotate=alltoall,recompute=full; context=2,offload=True; context=2,compile=aot_eager
-context=4,rotate=alltoall,balancer=none; context=4,balancer=none
+    ; context=2,rotate=alltoall,recompute=full; context=2,offload=True
+shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
+    ; shard=2,tensor=2,reduction=last_microbatch,early=True
+    ; shard=2,tensor=2,accumulate=2,loss_parallel=False,chunk=64,recompute=full
+    ,reduction=last_microbatch,reshard=never
+    ; tensor=4,loss_parallel=False,chunk=100; tensor=4,chunk=336
+    ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch
+    ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch,early=True
+    ; context=4,rotate=alltoall,balancer=none; context=4,balancer=none
 pipeline=2,microbatch=9,reshard=always; pipeline=2,microbatch=9,recompute=full
     ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,recompute=selective,chunk=50
     ; pipeline=2,microbatch=9,offload=True; pipeline=2,microbatch=9,recompute=op
     ; pipeline=2,microbatch=9,schedule=DualPipeV,recompute=op
-    ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,compile=aot_eager
     ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload_activations=True
-    ; pipeline=2,microbatch=9,schedule=Interleaved1F1B,compile=aot_eager
     ; pipeline=2,microbatch=9,schedule=Interleaved1F1B,stages=10
 pipeline=2,tensor=2,microbatch=9,loss_parallel=False
     ; pipeline=2,tensor=2,microbatch=9,schedule=InterleavedZeroBubble,stages=10
-pipeline=2,shard=2,microbatch=6,reshard=always
+    ; pipeline=2,shard=2,microbatch=6,reshard=always
     ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,compile=aot_eager
     ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=always,compile=aot_eager
     ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always
-    ,compile=aot_eager
-pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
+    ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ,schedule=InterleavedZeroBubble
+
+# one step
+tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
+shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager
+    ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,compile=aot_eager
+    ; pipeline=2,microbatch=9,schedule=DualPipeV,reshard=always,compile=aot_eager
+pipeline=2,shard=2,microbatch=6,schedule=ZBVZeroBubble,reshard=always,compile=aot_eager
 
 # documents
 one; accumulate=3,recompute=full
 shard=2,accumulate=3; tensor=2,recompute=full; context=2
     ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble; context=2,rotate=alltoall,balancer=none
-shard=2,tensor=2; context=4,rotate=alltoall; pipeline=2,context=2,microbatch=6
+context=4,rotate=alltoall; pipeline=2,context=2,microbatch=6,rotate=alltoall
 
 # tied embeddings
 shard=3
 tensor=4; shard=2,tensor=2
-pipeline=2,microbatch=9,schedule=*
-pipeline=2,microbatch=9,offload=True,recompute=op
-    ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload=True,recompute=full
-    ; pipeline=2,microbatch=9,schedule=Interleaved1F1B,compile=aot_eager
-    ; pipeline=2,microbatch=3,accumulate=3,reduction=last_microbatch
-pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=never
     ; pipeline=2,shard=2,microbatch=6,reshard=always,recompute=full
     ; pipeline=2,replicate=2,microbatch=3,accumulate=3
-pipeline=2,tensor=2,microbatch=18; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
+    ; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
     ; pipeline=2,context=2,microbatch=9,schedule=Interleaved1F1B
+pipeline=2,microbatch=9,schedule=*
+    ; pipeline=2,microbatch=9,offload=True,recompute=op
+    ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload=True,recompute=full
+    ; pipeline=2,microbatch=3,accumulate=3,reduction=last_microbatch
+
+# tied embeddings, one step
+pipeline=2,microbatch=9,schedule=Interleaved1F1B,compile=aot_eager
 
 # muP
 pipeline=2,microbatch=6,shard=2
@@ -189,33 +186,33 @@ shard=2,tensor=2; pipeline=2,microbatch=6,shard=2
 # adaptive clipping
 one; offload=True
 shard=2; replicate=2; tensor=2; context=2; pipeline=2,microbatch=9
-shard=2,tensor=2; replicate=2,shard=2; tensor=4
+shard=2,tensor=2; tensor=4
 
 # z-loss
 tensor=2,chunk=100; tensor=2,loss_parallel=False; context=2,accumulate=2; pipeline=2,microbatch=3
 
 # Muon
 shard=2; tensor=2; replicate=2; context=2; pipeline=2,microbatch=3
-shard=2,tensor=2; replicate=2,shard=2; tensor=4; context=2,shard=2
-    ; pipeline=2,tensor=2,microbatch=3,schedule=Interleaved1F1B
+tensor=4; context=2,shard=2
 
 # Muon, per head
-shard=2
 shard=2,tensor=2
 
 # experts
 one
-tensor=2; tensor=2,expert=2; context=2,expert=2; shard=2,expert=2,compile=aot_eager
+tensor=2; tensor=2,expert=2; context=2,expert=2
     ; shard=2,expert=2,accumulate=3,reduction=last_microbatch,recompute=full
     ; shard=2,expert=2,accumulate=3,reshard=always,recompute=op
     ; shard=2,expert=2,offload=True; shard=2,expert=2,early=True,reduction=last_microbatch
-shard=4,expert=4; shard=2,tensor=2,expert=2; shard=2,tensor=2,expert=2,expert_tensor=2
+shard=4,expert=4; shard=2,tensor=2,expert=2,expert_tensor=2
     ; replicate=2,shard=2,expert=2,accumulate=3
     ; context=2,tensor=2,expert=4,rotate=alltoall,recompute=full
-pipeline=2,shard=2,expert=2,microbatch=2; pipeline=2,context=2,expert=2,microbatch=2
-    ; pipeline=2,tensor=2,expert=2,microbatch=2,recompute=full
+    ; pipeline=2,context=2,expert=2,microbatch=2
     ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=ZBVZeroBubble
     ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=DualPipeV
+
+# experts, one step
+shard=2,expert=2,compile=aot_eager
 
 # experts, AdamW, clipped
 shard=2,tensor=2,expert=2,expert_tensor=2; pipeline=2,tensor=2,expert=2,microbatch=2
@@ -233,16 +230,17 @@ shard=2,tensor=2,expert=2,expert_tensor=2
 shard=4,expert=4; shard=2,tensor=2,expert=4,recompute=full
 
 # balancing, softmax
-one; accumulate=3,recompute=full; recompute=op; compile=aot_eager; compile=aot_eager,recompute=full
+one; accumulate=3,recompute=full; recompute=op; compile=aot_eager,recompute=full
+tensor=2,context=2,expert=2,recompute=full; shard=2,tensor=2,expert=2,expert_tensor=2
+    ; replicate=2,shard=2,expert=2
 
 # balancing, sigmoid
 one; accumulate=3,recompute=full; recompute=op
+shard=2,tensor=2,expert=2,expert_tensor=2
 
 # balancing, softmax / balancing, sigmoid
 shard=2,accumulate=3; context=2; shard=2,expert=2,accumulate=3; tensor=2; tensor=2,expert=2
-    ; pipeline=2,microbatch=2; pipeline=2,microbatch=2,schedule=ZBVZeroBubble
-replicate=2,shard=2,expert=2; shard=2,tensor=2,expert=2,expert_tensor=2
-    ; tensor=2,context=2,expert=2,recompute=full
+    ; pipeline=2,microbatch=2; pipeline=2,microbatch=2,schedule=ZBVZeroBubble; replicate=2
 
 # balancing, Muon / balancing, Adafactor / balancing, adaptive clipping
 shard=2
@@ -255,14 +253,14 @@ shard=2; tensor=2; context=2,rotate=alltoall
 tensor=4
 
 # qwen3 / mistral / gpt2 / olmo2
-shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
+shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; replicate=2
 
 # mixtral / qwen3_moe / deepseek_v3
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2
-    ; tensor=2,expert=2
+    ; tensor=2,expert=2; replicate=2
 
-# qwen3 / mistral / gpt2 / olmo2 / mixtral / qwen3_moe / deepseek_v3
-shard=2,tensor=2; replicate=2,shard=2
+# gpt2 / deepseek_v3
+shard=2,tensor=2
 
 # olmo2
 tensor=4
@@ -272,6 +270,51 @@ context=2
 
 # learned positions, documents
 context=2; tensor=2
+"""
+# They run with `--layouts`: the table above has nearly all of their pairs of settings. (It compiles
+# with 2 tensor-parallel ranks instead of 4.)
+MORE = """
+# SGD
+pipeline=2,tensor=2,microbatch=6,accumulate=3
+pipeline=2,context=2,microbatch=3,accumulate=3,schedule=Interleaved1F1B
+
+# AdamW, clipped
+shard=2,tensor=2; pipeline=2,tensor=2,microbatch=18
+
+# short
+pipeline=2,replicate=2,shard=2,microbatch=1,accumulate=3
+pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,accumulate=3
+shard=2,tensor=2,compile=aot_eager,recompute=full
+tensor=4,loss_parallel=False,chunk=100,compile=aot_eager
+shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager
+pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,compile=aot_eager
+    ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=always,compile=aot_eager
+    ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always
+    ,compile=aot_eager
+
+# documents
+shard=2,tensor=2
+
+# tied embeddings
+pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
+pipeline=2,tensor=2,microbatch=18
+
+# adaptive clipping
+replicate=2,shard=2
+
+# Muon
+shard=2,tensor=2; replicate=2,shard=2
+    ; pipeline=2,tensor=2,microbatch=3,schedule=Interleaved1F1B
+
+# experts
+shard=2,expert=2,compile=aot_eager
+shard=2,tensor=2,expert=2; pipeline=2,tensor=2,expert=2,microbatch=2,recompute=full
+
+# balancing, sigmoid
+replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
+
+# qwen3 / mistral / gpt2 / olmo2 / mixtral / qwen3_moe / deepseek_v3
+shard=2,tensor=2; replicate=2,shard=2
 """
 
 
@@ -309,7 +352,13 @@ def assert_matches_one_process(cases) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("name, layouts", ROWS, ids=[f"{n}: {x}"[:90] for n, x in ROWS])
+def pytest_generate_tests(metafunc) -> None:
+    if "layouts" in metafunc.fixturenames:
+        rows = ROWS if metafunc.config.getoption("--layouts") == 1 else [*ROWS, *read_table(MORE)]
+        ids = [f"{name}: {layouts}"[:90] for name, layouts in rows]
+        metafunc.parametrize("name, layouts", rows, ids=ids)
+
+
 def test_every_layout_matches_one_process(name, layouts):
     fits = name in CHANGES  # a family has a block for each of two stages
     recipe, found = RECIPES[name], parse_layouts(layouts)
