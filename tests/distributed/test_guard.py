@@ -29,19 +29,25 @@ BLOCK, NORM = "layers.0.feed_forward.w1", "norm"
 ACTIVATIONS = {math.nan: BLOCK, math.inf: BLOCK, 1e30: NORM}
 
 
-def faults_on(first_rank: int, last_rank: int) -> tuple[Fault, ...]:
-    """One of each kind and value, with a healthy step between two; block 0 is on `first_rank`."""
+ALL = tuple(
+    (kind, v) for v in (math.nan, math.inf, 1e30) for kind in ("gradient", "activation", "loss")
+)
+EACH = (("gradient", 1e30), ("activation", math.nan), ("loss", math.inf))  # kind and value
+OTHERS = (("gradient", math.inf), ("activation", 1e30), ("loss", math.nan))
+
+
+def faults_on(first_rank: int, last_rank: int, values) -> tuple[Fault, ...]:
+    """One of each (kind, value), with a healthy step between two; block 0 is on `first_rank`."""
     faults = []
-    for value in (math.nan, math.inf, 1e30):
-        faults.append(Fault(0, "gradient", value, first_rank, name=BLOCK))
-        rank = first_rank if ACTIVATIONS[value] == BLOCK else last_rank
-        faults.append(Fault(0, "activation", value, rank, name=ACTIVATIONS[value]))
-        faults.append(Fault(0, "loss", value, last_rank))
+    for kind, value in values:
+        name = ACTIVATIONS[value] if kind == "activation" else BLOCK
+        rank = last_rank if kind == "loss" or name == NORM else first_rank
+        faults.append(Fault(0, kind, value, rank, name=name))
     return tuple(replace(fault, position=HEALTHY + 2 * n) for n, fault in enumerate(faults))
 
 
-def case_of(layout: Layout, first_rank: int = 1, **options) -> GuardedRun:
-    faults = faults_on(first_rank, layout.degrees.ranks - 1)
+def case_of(layout: Layout, first_rank: int = 1, values=ALL, **options) -> GuardedRun:
+    faults = faults_on(first_rank, layout.degrees.ranks - 1, values)
     steps = HEALTHY + 2 * len(faults) + 1
     return GuardedRun(layout, guard=SKIP, faults=faults, steps=steps, **options)
 
@@ -81,12 +87,13 @@ def test_one_process_skips_and_names_each_fault():
 
 LAYOUTS = {
     "FSDP 2": case_of(Layout(shard=2)),
-    "TP 2": case_of(Layout(tensor=2)),
-    "PP 2": case_of(Layout(pipeline=2), first_rank=0),
-    "CP 2": case_of(Layout(context=2)),
-    "fp16": case_of(Layout(shard=2), dtype=torch.float16),
+    "TP 2": case_of(Layout(tensor=2), values=EACH),
+    "PP 2": case_of(Layout(pipeline=2), first_rank=0, values=OTHERS),
+    "CP 2": case_of(Layout(context=2), values=EACH),
+    "fp16": case_of(Layout(shard=2), values=OTHERS, dtype=torch.float16),
     "Float8": case_of(
         Layout(shard=2),
+        values=EACH,
         float8=TENSORWISE,
         recipe=Recipe("AdamW", max_norm=1.0, sizes=SIZES, batch=4, seq_len=32, lr=1e-3),
     ),
