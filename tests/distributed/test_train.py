@@ -14,8 +14,7 @@ from tests.faults.launch import LaunchedRun, lines_of
 
 
 def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
-    launch = ["bash", str(ROOT / "scripts/launch.sh"), str(ranks)]
-    command = launch if ranks else [sys.executable]
+    command = ["bash", str(ROOT / "scripts/launch.sh"), str(ranks)]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for torchrun
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
     return subprocess.run(
@@ -88,17 +87,16 @@ def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml
             assert same["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert {"config.toml", "metrics.jsonl", "checkpoint", "tb"} <= set(os.listdir(reference))
 
-    continued = torchrun(
-        0, reference / "config.toml", "--training.steps", "7"
-    )  # continues a finished run
-    assert continued.returncode == 0, continued.stderr
+    # continues a finished run
+    run_ranks(1, reference, reference / "config.toml", "--training.steps", "7")
     assert list(losses_of(reference)) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_an_incompatible_checkpoint_is_one_error_and_exit_code_2(run_toml, tmp_path):
     run_ranks(1, tmp_path / "out", run_toml, "--training.steps", "1")
-    result = torchrun(2, run_toml, "--model.dim", "64", "--optimizer.name", "SGD")
-    assert result.stderr.count("model (dim: 32 saved, 64 now)") == 1, result.stderr
-    assert result.stderr.count("optimizer.name (AdamW saved, SGD now)") == 1
-    assert "exitcode  : 2" in result.stderr
-    assert 'train.py", line' not in result.stderr  # torchrun prints a traceback of its own
+    argv = ("--job.config_file", str(run_toml), "--model.dim", "64", "--optimizer.name", "SGD")
+    with LaunchedRun(2, tmp_path / "out", *argv) as run:
+        assert run.wait() == [2, 2], run.output
+        assert run.output.count("model (dim: 32 saved, 64 now)") == 1, run.output
+        assert run.output.count("optimizer.name (AdamW saved, SGD now)") == 1
+        assert "Traceback" not in run.output
