@@ -58,7 +58,7 @@ SIZES = Llama3Sizes(
 RECIPE = replace(SGD, sizes=SIZES, batch=12)
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_TRAINING_BATCH = 100  # batches before it are for measuring
-TRAINING_STEPS = 150
+TRAINING_STEPS, TRAINING_SEQUENCES = 150, 4
 PERIOD = 16  # tokens after which a sequence repeats, which only attention can predict
 MAX_ERROR_RATIO = 1.5  # of a layout's error to that of one process
 
@@ -128,7 +128,7 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 @cache
 def train_weights(sizes: ModelSizes) -> Weights:
     """Weights of a model trained in fp32 on one process."""
-    family, recipe = family_of(sizes), replace(RECIPE, sizes=sizes)
+    family, recipe = family_of(sizes), replace(RECIPE, sizes=sizes, batch=TRAINING_SEQUENCES)
     model = family.build(sizes)
     init_weights(model, family, sizes, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
