@@ -111,7 +111,7 @@ def checkpoints(tmp_path_factory) -> Callable[[str], dict[Layout, tuple[str, dic
     ids=str,
 )
 def test_every_layout_resumes_from_others(run, after, checkpoints, request):
-    """From the two before it in a ring, so each is saved twice; with `--layouts`, from all."""
+    """From the two before it in a ring, so each is loaded twice; with `--layouts`, from all."""
     recipe, expected = RUNS[run][0], one_process(RUNS[run][0]).losses
     by_layout = list(checkpoints(run).items())
     at = list(checkpoints(run)).index(after)
