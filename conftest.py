@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded_python import preloaded_python
 from titanlite.data import open_tokenizer
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
@@ -38,16 +40,19 @@ def pytest_configure(config) -> None:
 
 
 @pytest.fixture(scope="session")
+def python(tmp_path_factory) -> Iterator[str]:
+    """A Python for programs that has torch and titanlite imported; see tests/preloaded_python.py"""
+    with preloaded_python(tmp_path_factory.mktemp("python"), ROOT) as programs:
+        yield str(programs / "python")
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with `train` and `validation`, of different files."""
     folder, tokenizer = tmp_path_factory.mktemp("corpus"), open_tokenizer("bytes")
     files = sorted((ROOT / "titanlite").rglob("*.py"))
     optim = ROOT / "titanlite" / "optim"
-    # 8 KB, since every run reads all of it
-    validation = [
-        optim / "clip.py",
-        optim / "in_backward.py",
-    ]
+    validation = [optim / "__init__.py", optim / "loss_scale.py"]  # 4 KB: every run reads all of it
     training = [path for path in files if path not in validation]
     for side, texts in (("train", training), ("validation", validation)):
         (folder / side).mkdir()

@@ -558,10 +558,10 @@ EXPECTED_LINES = [
 ]
 
 
-def run_train(command, toml) -> subprocess.CompletedProcess:
+def run_train(python: str, command, toml) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command, str(ROOT / "train.py"), "--job.config_file", str(toml)],
+        [python, *command, str(ROOT / "train.py"), "--job.config_file", str(toml)],
         capture_output=True,
         text=True,
         env=environment,
@@ -569,12 +569,12 @@ def run_train(command, toml) -> subprocess.CompletedProcess:
     )
 
 
-def test_ten_errors_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
+def test_ten_errors_are_ten_lines_and_exit_2_under_python(python, run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
     toml.write_text(f'include = ["{run_toml.name}"]\n{TEN_ERRORS}')
     os.environ["WORLD_SIZE"] = "2"  # so that the job is checked for two ranks
     try:
-        process = run_train([], toml)
+        process = run_train(python, [], toml)
     finally:
         del os.environ["WORLD_SIZE"]
     lines = [line for line in process.stderr.splitlines() if line.startswith("  ")]
@@ -589,12 +589,11 @@ def _index_of(line: str) -> int:
 
 
 @pytest.mark.slow
-def test_config_errors_are_printed_once_under_torchrun(run_toml, tmp_path):
+def test_config_errors_are_printed_once_under_torchrun(python, run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
     toml.write_text(f'include = ["{run_toml.name}"]\n{TEN_ERRORS}')
-    process = run_train(
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], toml
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    process = run_train(python, torchrun, toml)
     assert process.stderr.count("training.stepz") == 1 and process.stderr.count("10 problems") == 1
     assert "exitcode  : 2" in process.stderr.replace("exitcode : 2", "exitcode  : 2")
 

@@ -167,10 +167,10 @@ def test_the_script_measures_a_case_and_writes_its_table(tmp_path, monkeypatch, 
     assert out.read_text() in capsys.readouterr().out
 
 
-def test_the_control_plane_is_measured_and_its_table_written(tmp_path):
+def test_the_control_plane_is_measured_and_its_table_written(python, tmp_path):
     """No other test runs it, and its command is in the documentation."""
     out = tmp_path / "table.md"
-    command = [sys.executable, "-m", "benchmarks.control_plane", "--ranks", "2", "3"]
+    command = [python, "-m", "benchmarks.control_plane", "--ranks", "2", "3"]
     subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, cwd=ROOT)
     text = out.read_text()
     assert text.startswith("- command: python -m benchmarks.control_plane --ranks 2 3 --out")

@@ -223,9 +223,9 @@ def test_every_collective_is_measured_on_real_ranks():
         assert all(speed > 0 for by_size in results.values() for speed in by_size.values())
 
 
-def test_the_script_checks_a_machine_without_a_gpu(tmp_path):
+def test_the_script_checks_a_machine_without_a_gpu(python, tmp_path):
     out = tmp_path / "report.md"
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--only", "[fo]*"]
+    command = [python, "-m", "benchmarks.gpu_check", "--only", "[fo]*"]
     process = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
     text = out.read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -145,10 +144,10 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def train(run_toml: Path, out: Path, *argv: str) -> list[float]:
+def train(python: str, run_toml: Path, out: Path, *argv: str) -> list[float]:
     """Train on one process with the npy format; returns the losses of all steps so far."""
     options = ["--job.config_file", str(run_toml), "--job.dump_folder", str(out), *argv]
-    command = [sys.executable, "-c", TRAIN, *options]
+    command = [python, "-c", TRAIN, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -156,7 +155,7 @@ def train(run_toml: Path, out: Path, *argv: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_on_another_format_resumes_exactly(run_toml, corpus, tmp_path):
+def test_a_run_on_another_format_resumes_exactly(python, run_toml, corpus, tmp_path):
     write_npy(tmp_path / "a.npy", 5000)
     sources = (
         f'[{{ name = "a", path = "{tmp_path}/a.npy", format = "npy" }},'
@@ -164,7 +163,9 @@ def test_a_run_on_another_format_resumes_exactly(run_toml, corpus, tmp_path):
     )
     argv = ("--data.sources", sources, "--validation.enable", "false")
     argv += ("--checkpoint.enable", "true", "--checkpoint.interval", "2")
-    uninterrupted = train(run_toml, tmp_path / "uninterrupted", *argv, "--training.steps", "4")
-    train(run_toml, tmp_path / "resumed", *argv, "--training.steps", "2")
-    resumed = train(run_toml, tmp_path / "resumed", *argv, "--training.steps", "4")
+    uninterrupted = train(
+        python, run_toml, tmp_path / "uninterrupted", *argv, "--training.steps", "4"
+    )
+    train(python, run_toml, tmp_path / "resumed", *argv, "--training.steps", "2")
+    resumed = train(python, run_toml, tmp_path / "resumed", *argv, "--training.steps", "4")
     assert len(uninterrupted) == 4 and resumed == uninterrupted

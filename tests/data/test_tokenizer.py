@@ -264,10 +264,10 @@ def test_a_tokenizer_without_a_known_eos_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_path):
+def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(python, tmp_path):
     source, out = tmp_path / "t.jsonl", tmp_path / "t.model"
     source.write_text(json.dumps({"text": "to be or not to be, that is the question"}) + "\n")
-    command = [sys.executable, "scripts/train_tokenizer.py", str(source), "--out", str(out)]
+    command = [python, "scripts/train_tokenizer.py", str(source), "--out", str(out)]
     done = run_command([*command, "--vocab-size", "261"])
     assert done.returncode == 0, done.stderr
     assert open_tokenizer(str(out)).vocab_size == 261
@@ -277,9 +277,9 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
 
 
 @pytest.mark.slow
-def test_the_script_accepts_the_options_that_its_errors_name(tmp_path):
+def test_the_script_accepts_the_options_that_its_errors_name(python, tmp_path):
     (tmp_path / "a.txt").write_text("ab " * (1 << 19))  # 1.5 MiB
-    command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "a.txt")]
+    command = [python, "scripts/train_tokenizer.py", str(tmp_path / "a.txt")]
     command += ["--vocab-size", "259", "--out", str(tmp_path / "t.model"), "--document-mib", "1"]
     refused = run_command(command)
     assert refused.returncode == 2 and "raise the limit: --document-mib N" in refused.stderr

@@ -11,12 +11,15 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
 from tests.docs.pages import code_blocks
+from tests.preloaded_python import preloaded_python
 
 PAGES = (  # in the order in which a newcomer reads them
     "README.md",
@@ -29,6 +32,11 @@ PAGES = (  # in the order in which a newcomer reads them
     "docs/how-to/fit-a-scaling-law.md",
 )
 TIMEOUT_SECONDS = 600
+SMALL_LIBRARY = """
+import sysconfig
+get_paths = sysconfig.get_paths
+sysconfig.get_paths = lambda *args, **options: {{**get_paths(*args, **options), "stdlib": {!r}}}
+"""
 
 
 def copy_repository(folder: Path) -> Path:
@@ -40,6 +48,7 @@ def copy_repository(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     _pretend_environment(folder)
+    _shrink_library(folder / ".venv")
     return folder
 
 
@@ -47,20 +56,36 @@ def _pretend_environment(folder: Path) -> None:
     """A .venv that is this Python: scripts/environment.sh takes its stamp as up to date."""
     activate = folder / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
-    activate.write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    activate.write_text("")
     stamp = 'echo "$(cat pyproject.toml constraints.txt | cksum) $PWD +dev" > .venv/stamp'
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
 
 
-def environment_for(folder: Path) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def _shrink_library(folder: Path) -> None:
+    """Let `collect-python` find a twentieth of Python's library: see `environment_for`."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for package in ("email", "http", "json", "logging", "unittest"):
+        shutil.copytree(library / package, folder / "library" / package)
+    (folder / "sitecustomize.py").write_text(SMALL_LIBRARY.format(str(folder / "library")))
+
+
+def environment_for(folder: Path, programs: Path) -> dict[str, str]:
+    """The environment of commands in a copy of the repository; `programs` has their Python."""
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **hidden, "PATH": path, "PYTHONPATH": f"{folder}:{folder}/extras"}
+    modules = f"{folder}:{folder}/extras:{folder}/.venv"
+    return {**os.environ, **hidden, "PATH": path, "PYTHONPATH": modules}
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory) -> Path:
     return copy_repository(tmp_path_factory.mktemp("repository"))
+
+
+@pytest.fixture(scope="module")
+def environment(repository, tmp_path_factory) -> Iterator[dict[str, str]]:
+    with preloaded_python(tmp_path_factory.mktemp("preloaded"), repository) as programs:
+        yield environment_for(repository, programs)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +95,7 @@ def done() -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_the_page_run(page, repository, done):
+def test_the_commands_of_the_page_run(page, repository, environment, done):
     for block in code_blocks(ROOT / page):
         if block.file:
             (repository / block.file).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +106,7 @@ def test_the_commands_of_the_page_run(page, repository, done):
         result = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.commands],
             cwd=repository,
-            env=environment_for(repository),
+            env=environment,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_SECONDS,

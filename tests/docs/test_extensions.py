@@ -18,6 +18,7 @@ import pytest
 from conftest import HANG_SECONDS, ROOT
 from tests.docs.pages import CodeBlock, code_blocks
 from tests.docs.test_commands import copy_repository, environment_for
+from tests.preloaded_python import preloaded_python
 
 GUIDES = (  # a later one may change files of an earlier one
     "add-a-model",
@@ -61,7 +62,7 @@ def apply_diff(block: CodeBlock, folder: Path) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def apply_guide(page: Path, folder: Path) -> None:
+def apply_guide(page: Path, folder: Path, environment: dict[str, str]) -> None:
     for block in code_blocks(page):
         if block.file:
             path = folder / block.file
@@ -71,15 +72,14 @@ def apply_guide(page: Path, folder: Path) -> None:
             apply_diff(block, folder)
         elif block.language == "bash" and not block.skip:
             command = ["bash", "-euo", "pipefail", "-c", block.commands]
-            subprocess.run(command, cwd=folder, env=environment_for(folder), check=True)
+            subprocess.run(command, cwd=folder, env=environment, check=True)
 
 
-def train(folder: Path, out: str, *launch: str) -> list[dict]:
+def train(environment: dict[str, str], folder: Path, out: str, *launch: str) -> list[dict]:
     """Run the job that uses all extensions; returns the lines of metrics.jsonl."""
     command = [*launch, "train.py", "--job.config_file", "job.toml", "--job.dump_folder", out]
     if launch[0] == "bash":
         command += ["--parallelism.tensor_parallel_degree", "2"]
-    environment = environment_for(folder)
     result = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
@@ -92,7 +92,9 @@ def extended(tmp_path_factory) -> Path:
     """A copy of the repository with all guides applied, and a job that uses all of them."""
     folder = copy_repository(tmp_path_factory.mktemp("extended"))
     for guide in GUIDES:
-        apply_guide(ROOT / "docs" / "how-to" / f"{guide}.md", folder)
+        # with a Python that imports what the guide has changed so far
+        environment = environment_for(folder, Path(sys.executable).parent)
+        apply_guide(ROOT / "docs" / "how-to" / f"{guide}.md", folder, environment)
     fragments = sorted(f"extensions/{path.name}" for path in (folder / "extensions").iterdir())
     text = JOB.format(fragments=", ".join(f'"{fragment}"' for fragment in fragments))
     (folder / "job.toml").write_text(text)
@@ -100,11 +102,13 @@ def extended(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(extended) -> dict[str, list[dict]]:
-    return {
-        "one": train(extended, "one", sys.executable),
-        "sharded": train(extended, "sharded", "bash", "scripts/launch.sh", "4"),
-    }
+def runs(extended, tmp_path_factory) -> dict[str, list[dict]]:
+    with preloaded_python(tmp_path_factory.mktemp("preloaded"), extended) as programs:
+        environment = environment_for(extended, programs)
+        return {
+            "one": train(environment, extended, "one", "python"),
+            "sharded": train(environment, extended, "sharded", "bash", "scripts/launch.sh", "4"),
+        }
 
 
 def steps_of(lines: list[dict], key: str) -> list[float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -27,14 +26,14 @@ sys.meta_path.insert(0, Missing())
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(python, tmp_path):
     """Runs a command in which the packages of the extras are missing; returns its output."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
 
     def run_command(*command: object, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, *map(str, command)],
+            [python, *map(str, command)],
             cwd=ROOT,
             env=environment,
             capture_output=True,

@@ -491,14 +491,14 @@ def test_named_files_and_patterns_accept_any_suffix_and_each_file_once(tmp_path)
         prepare([tmp_path / "*.xyz"], tmp_path / "other")
 
 
-def run_script(*arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, *map(str, arguments)]
+def run_script(python: str, *arguments: str | Path) -> subprocess.CompletedProcess:
+    command = [python, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_scripts_make_a_corpus_of_this_pythons_library(tmp_path):
+def test_the_scripts_make_a_corpus_of_this_pythons_library(python, tmp_path):
     collected = run_script(
-        "-m", "titanlite_corpus", "collect-python", "--out", tmp_path / "python.jsonl"
+        python, "-m", "titanlite_corpus", "collect-python", "--out", tmp_path / "python.jsonl"
     )
     assert collected.returncode == 0, collected.stderr
     lines = (tmp_path / "python.jsonl").read_bytes().splitlines()
@@ -511,30 +511,30 @@ def test_the_scripts_make_a_corpus_of_this_pythons_library(tmp_path):
     write_jsonl(tmp_path / "some.jsonl", [document["text"] for document in documents[:60]])
     command = ["scripts/prepare_data.py", tmp_path / "some.jsonl", "--tokenizer", "bytes"]
     command += ["--out", tmp_path / "out", "--validation-share", "0.3"]
-    first, second = run_script(*command), run_script(*command)
+    first, second = run_script(python, *command), run_script(python, *command)
     assert first.returncode == second.returncode == 0, first.stderr
     assert "MB/s" in first.stdout and "from an earlier run" in second.stdout
-    intact = run_script("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    intact = run_script(python, "scripts/prepare_data.py", "--verify", tmp_path / "out")
     assert intact.returncode == 0 and intact.stdout.count("intact") == 2, intact.stderr
     shard = tmp_path / "out/validation/000000.bin"
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 1
     shard.write_bytes(content)
-    damaged = run_script("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    damaged = run_script(python, "scripts/prepare_data.py", "--verify", tmp_path / "out")
     assert damaged.returncode == 2 and "validation/000000: its bytes differ" in damaged.stderr
     assert "prepare the text again" in damaged.stderr and "--verify" not in damaged.stderr
-    missing = run_script("scripts/prepare_data.py", tmp_path / "missing", *command[2:])
+    missing = run_script(python, "scripts/prepare_data.py", tmp_path / "missing", *command[2:])
     assert missing.returncode == 2 and "no such file" in missing.stderr
     assert "Traceback" not in missing.stderr
 
 
-def test_closing_stdout_ends_a_script_without_a_traceback(tmp_path):
+def test_closing_stdout_ends_a_script_without_a_traceback(python, tmp_path):
     """As `… | head` does, when it has read enough."""
     write_jsonl(tmp_path / "some.jsonl", texts(50))
     prepare([tmp_path / "some.jsonl"], tmp_path / "out", 0.3, workers=1)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "scripts/prepare_data.py", "--verify", str(tmp_path / "out")]
+    command = [python, "scripts/prepare_data.py", "--verify", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert done.returncode == -signal.SIGPIPE

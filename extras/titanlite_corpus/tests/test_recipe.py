@@ -404,9 +404,9 @@ def test_a_document_above_the_limit_is_refused_with_the_key_of_a_recipe(write_re
 
 
 @pytest.mark.slow
-def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
+def test_the_script_makes_goes_on_and_cleans(python, write_recipe, tmp_path):
     recipe = write_recipe()
-    command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe)]
+    command = [python, "scripts/prepare_data.py", "--recipe", str(recipe)]
     done = subprocess.run([*command, "--workers", "2", "--clean"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert b"read.empty 1" in done.stdout and b"web/train" in done.stdout

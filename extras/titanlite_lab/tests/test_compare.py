@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -226,33 +225,33 @@ def test_the_plot_shows_both_runs_and_their_first_difference(compare, tmp_path):
     assert (line.mean() - left) / (right - left) == pytest.approx(0.5, abs=0.02)
 
 
-def run_script(*arguments) -> subprocess.CompletedProcess:
+def run_script(python: str, *arguments) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "titanlite_lab", "compare", *map(str, arguments)],
+        [python, "-m", "titanlite_lab", "compare", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": PATHS, "PATH": ""},
     )
 
 
-def test_the_exit_code_states_whether_the_runs_agree(tmp_path):
+def test_the_exit_code_states_whether_the_runs_agree(python, tmp_path):
     a = write_run(tmp_path / "a", [step_line(n) for n in STEPS])
     b = write_run(tmp_path / "b", with_differences("loss", {5: 5e-5}))
-    differing = run_script(a, b)  # the default is what docs/how-to promises: 3e-5
+    differing = run_script(python, a, b)  # the default is what docs/how-to promises: 3e-5
     assert (differing.returncode, differing.stderr) == (1, "")
     assert differing.stdout.splitlines()[-1].startswith("The runs first differ at step 5, in loss")
     assert f"plot: {b / 'compare.png'}" in differing.stdout and (b / "compare.png").exists()
 
     out = tmp_path / "plot.png"
-    agreeing = run_script(a / "metrics.jsonl", b, "--tolerance", "1e-2", "--out", out)
+    agreeing = run_script(python, a / "metrics.jsonl", b, "--tolerance", "1e-2", "--out", out)
     assert (agreeing.returncode, agreeing.stderr) == (0, "")
     assert (
         agreeing.stdout.splitlines()[-1].startswith("The runs agree at 100 steps") and out.exists()
     )
 
 
-def test_a_missing_run_is_one_error_line_and_exit_code_2(tmp_path):
-    run = run_script(tmp_path / "nowhere", write_run(tmp_path / "a", [step_line(1)]))
+def test_a_missing_run_is_one_error_line_and_exit_code_2(python, tmp_path):
+    run = run_script(python, tmp_path / "nowhere", write_run(tmp_path / "a", [step_line(1)]))
     assert run.returncode == 2 and run.stdout == ""
     assert run.stderr.startswith("titanlite: ") and run.stderr.count("\n") == 1
     assert "nowhere" in run.stderr
@@ -264,9 +263,9 @@ def test_a_plot_that_cannot_be_written_is_a_user_error(compare, tmp_path):
         draw_comparison(compare([step_line(1)]), tmp_path)
 
 
-def test_a_reader_that_stops_early_gets_no_traceback(tmp_path):
+def test_a_reader_that_stops_early_gets_no_traceback(python, tmp_path):
     run = write_run(tmp_path / "a", [step_line(n) for n in STEPS])
-    script = f"{sys.executable} -m titanlite_lab compare {run} {run}"
+    script = f"{python} -m titanlite_lab compare {run} {run}"
     environment = {"PYTHONPATH": PATHS, "PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1"}
     piped = subprocess.run(
         ["bash", "-c", f"{script} | true"], capture_output=True, text=True, env=environment

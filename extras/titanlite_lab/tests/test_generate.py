@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,24 +168,24 @@ def trained(tmp_path_factory) -> Trained:
     return Trained(out, out / "checkpoint" / "step-2", moved, permuted, recorded)
 
 
-def run_script(name: str, *argv) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, argv)]
+def run_script(python: str, name: str, *argv) -> subprocess.CompletedProcess:
+    command = [python, str(ROOT / "scripts" / name), *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=HANG_SECONDS)
 
 
-def test_the_script_generates_from_a_run_whose_tokenizer_file_was_moved(trained, tmp_path):
+def test_the_script_generates_from_a_run_whose_tokenizer_file_was_moved(python, trained, tmp_path):
     options = ("--prompt", "def ", "--max-new-tokens", "12")
-    done = run_script("generate.py", "--checkpoint", trained.run, *options)
+    done = run_script(python, "generate.py", "--checkpoint", trained.run, *options)
     assert done.returncode == 0, done.stderr
     generator = load_generator(StorageFolder(trained.step), torch.device("cpu"))
     assert generator.model.output.weight is generator.model.tok_embeddings.weight
     assert generator.prompt_ids("def ")[0] == generator.tokenizer.bos_id  # as in its corpus
     assert done.stdout == "def " + generator.complete("def ", 12, Sampling()) + "\n"
-    refused = run_script("generate.py", "--checkpoint", tmp_path)
+    refused = run_script(python, "generate.py", "--checkpoint", tmp_path)
     assert refused.returncode == 2 and "is not a checkpoint" in refused.stderr
 
 
-def test_a_wrong_tokenizer_is_refused_for_generation_and_export(trained, tmp_path):
+def test_a_wrong_tokenizer_is_refused_for_generation_and_export(python, trained, tmp_path):
     right, wrong = (open_tokenizer(str(p)) for p in (trained.tokenizer, trained.permuted))
     assert right.vocab_size == wrong.vocab_size  # so only the fingerprint differs
     option = ("--tokenizer", trained.permuted)
@@ -195,7 +194,7 @@ def test_a_wrong_tokenizer_is_refused_for_generation_and_export(trained, tmp_pat
         ("checkpoint.py", "to-hf", trained.step, tmp_path / "out", *option),
     ]
     for command in commands:
-        done = run_script(*command)
+        done = run_script(python, *command)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert right.fingerprint in done.stderr and wrong.fingerprint in done.stderr
     assert not (tmp_path / "out").exists()
@@ -237,7 +236,7 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
         load_generator(StorageFolder(step), torch.device("cpu"))
 
 
-def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
+def test_the_newest_valid_checkpoint_is_found_by_number(python, trained, tmp_path):
     """Sorting by a shell returned step-9 if the path has a dash, or if there is an export."""
     run = tmp_path / "a-run"
     (run / "checkpoint").mkdir(parents=True)
@@ -246,7 +245,7 @@ def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
     (run / "checkpoint" / "step-100-hf").mkdir()
     (run / "checkpoint" / "step-11.aside-1").mkdir()
     (run / "checkpoint" / "step-100" / "manifest.json").unlink()  # never committed
-    done = run_script("checkpoint.py", "newest", run)
+    done = run_script(python, "checkpoint.py", "newest", run)
     assert done.stdout == f"{run}/checkpoint/step-10\n" and "step-100" in done.stderr
     for place in (run / "checkpoint", run / "checkpoint" / "step-10"):
         assert str(find_newest_checkpoint(StorageFolder(place))) == f"{run}/checkpoint/step-10"

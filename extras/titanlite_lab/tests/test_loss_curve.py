@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +71,8 @@ def test_smoothing_does_not_bend_a_line_and_skips_nan():
 
 
 @pytest.mark.slow
-def test_a_wrong_folder_is_one_error_line_and_exit_code_2(tmp_path):
-    script = [sys.executable, "-m", "titanlite_lab", "loss"]
+def test_a_wrong_folder_is_one_error_line_and_exit_code_2(python, tmp_path):
+    script = [python, "-m", "titanlite_lab", "loss"]
     run = subprocess.run(
         [*script, str(tmp_path / "nowhere")],
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -17,8 +16,8 @@ pytestmark = pytest.mark.slow
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]
 
 
-def draw(*argv) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "titanlite_planner", "draw", *map(str, argv)]
+def draw(python: str, *argv) -> subprocess.CompletedProcess:
+    command = [python, "-m", "titanlite_planner", "draw", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
@@ -37,7 +36,7 @@ def write_trace(path, actions) -> None:
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 10**18}))
 
 
-def test_a_layout_is_drawn_without_data_and_with_measured_times(run_toml, tmp_path):
+def test_a_layout_is_drawn_without_data_and_with_measured_times(python, run_toml, tmp_path):
     toml = tmp_path / "without_data.toml"
     toml.write_text(run_toml.read_text().replace('path = "', 'path = "nowhere'))
     stage_0 = [("forward", 0, 0, 0, 10), ("forward", 0, 1, 10, 20)]
@@ -47,7 +46,7 @@ def test_a_layout_is_drawn_without_data_and_with_measured_times(run_toml, tmp_pa
     for rank, actions in ((0, stage_0), (2, stage_1)):  # 4 ranks, 2 per stage
         write_trace(tmp_path / f"rank{rank}_trace.json", actions)
     out = tmp_path / "drawn" / "four"
-    done = draw(toml, "--ranks", 4, "--trace", tmp_path, "--out", out, *PIPELINE)
+    done = draw(python, toml, "--ranks", 4, "--trace", tmp_path, "--out", out, *PIPELINE)
     assert done.returncode == 0, done.stderr
     computed, measured, *files = done.stdout.splitlines()
     assert "1F1B, 2 stages, 2 micro-batches of 1, computed: idle" in computed
