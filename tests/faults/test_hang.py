@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, open_store, steps_of
+from tests.preloaded_python import preloaded_python
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
@@ -60,10 +62,18 @@ def argv_of(toml, out, *argv) -> list[str]:
     return ["--job.config_file", str(toml), *quick, *limit, *argv]
 
 
-def start(argv: list[str], **environment) -> subprocess.Popen:
+@pytest.fixture(scope="module")
+def python(shim, tmp_path_factory) -> Iterator[str]:
+    """A Python with the shim, which hangs only where the environment of a program says so."""
+    folder = tmp_path_factory.mktemp("python")
+    with preloaded_python(folder, ROOT, {"LD_PRELOAD": str(shim)}) as programs:
+        yield str(programs / "python")
+
+
+def start(python: str, argv: list[str], **environment) -> subprocess.Popen:
     environment |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *argv],
+        [python, str(ROOT / "train.py"), *argv],
         env={**os.environ, **{name: str(value) for name, value in environment.items()}},
         stderr=subprocess.PIPE,
         text=True,
@@ -71,7 +81,7 @@ def start(argv: list[str], **environment) -> subprocess.Popen:
 
 
 def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resumes(
-    run_toml, tmp_path, shim
+    python, run_toml, tmp_path
 ):
     out = tmp_path / "out"
     argv = argv_of(run_toml, out, "--checkpoint.async_mode", "async")
@@ -84,10 +94,10 @@ def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resume
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    hanging = {"LD_PRELOAD": shim, "HANG_IN_FSYNC": "/step-4/"}
+    hanging = {"HANG_IN_FSYNC": "/step-4/"}
     ranks = [
-        start(argv, RANK=0, LOCAL_RANK=0, **common),
-        start(argv, RANK=1, LOCAL_RANK=1, **common, **hanging),
+        start(python, argv, RANK=0, LOCAL_RANK=0, **common),
+        start(python, argv, RANK=1, LOCAL_RANK=1, **common, **hanging),
     ]
     try:
         outputs = [process.communicate(timeout=HANG_SECONDS)[1] for process in ranks]
@@ -103,17 +113,18 @@ def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resume
     assert "os.fsync" in (out / "stacks" / "rank_1.txt").read_text()
 
     read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-2"))
-    with LaunchedRun(2, out, *argv, store=store) as resumed:
+    long = ("--checkpoint.timeout_seconds", str(HANG_SECONDS))  # a busy machine is no hang
+    with LaunchedRun(2, out, *argv, *long, store=store) as resumed:
         assert resumed.wait() == [0, 0], resumed.output
     assert steps_of(out)[-1] == 6
 
 
-def test_a_read_that_hangs_in_a_load_ends_a_single_rank_run(run_toml, tmp_path, shim):
+def test_a_read_that_hangs_in_a_load_ends_a_single_rank_run(python, run_toml, tmp_path):
     out = tmp_path / "out"
     with LaunchedRun(1, out, *argv_of(run_toml, out, "--training.steps", "2")) as run:
         assert run.wait() == [0], run.output
     argv = argv_of(run_toml, out, "--training.steps", "4")
-    process = start(argv, LD_PRELOAD=shim, HANG_IN_READ="/step-2/__0_0")
+    process = start(python, argv, HANG_IN_READ="/step-2/__0_0")
     try:
         output = process.communicate(timeout=HANG_SECONDS)[1]
     finally:

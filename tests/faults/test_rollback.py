@@ -26,6 +26,7 @@ POISON = NumericalFault("data", start=40 * BATCH, end=46 * BATCH)  # steps 41 to
 SETTINGS = {
     "job.max_crashes": 0,
     "training.steps": STEPS,
+    "training.local_batch_size": BATCH,  # one micro-batch on one rank
     "lr_scheduler.total_steps": STEPS,
     "optimizer.lr": 3e-3,
     "validation.enable": "false",
@@ -272,7 +273,10 @@ def report_slowly(out: Path, fault: NumericalFault) -> None:
 def test_the_window_can_be_trained_through_with_a_lower_learning_rate(run_toml, tmp_path):
     """The fault is in two computations of the step, so that the replay finds the same bits."""
     out, fault = tmp_path / "out", NumericalFault("gradient", 1, 41, value="nan", times=2)
-    argv = ("--guard.nonfinite", "rollback", "--guard.rollback_lr_factor", "0.5")
+    argv = (
+        *("--guard.nonfinite", "rollback", "--guard.rollback_lr_factor", "0.5"),
+        *("--training.local_batch_size", "2"),  # two micro-batches on each rank
+    )
     with launch(run_toml, out, *argv, prepare=partial(report_slowly, out, fault), ranks=2) as run:
         assert run.wait(SECONDS) == [0, 0], run.output
     (event,) = events_of(out, "rolled_back")

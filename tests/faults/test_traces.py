@@ -6,7 +6,6 @@ import ctypes
 import os
 import pickle
 import subprocess
-import sys
 import time
 
 import torch
@@ -53,7 +52,9 @@ def run_until_it_hangs(run_toml, out, prepare) -> str:
     return run.output
 
 
-def test_a_hang_writes_the_collectives_of_every_rank_and_says_how_to_read_them(run_toml, tmp_path):
+def test_a_hang_writes_the_collectives_of_every_rank_and_says_how_to_read_them(
+    python, run_toml, tmp_path
+):
     out = tmp_path / "out"
     output = run_until_it_hangs(run_toml, out, hang_on_rank_1)
     folder = out / "comm_traces" / "cpu"
@@ -70,7 +71,7 @@ def test_a_hang_writes_the_collectives_of_every_rank_and_says_how_to_read_them(r
 
     if torch.__version__.startswith("2.11."):
         return  # its analyzer reads traces of NCCL only
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
+    command = [python, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
     analyzed = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert analyzed.returncode == 0, analyzed.stderr
     report = analyzed.stdout + analyzed.stderr
