@@ -18,10 +18,10 @@ from titanlite_planner.memory.job import estimate_job_memory, job_traffic
 from titanlite_planner.memory.rank import RankMemory
 from titanlite_planner.tests.measured_step import measure_step
 
-SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
+SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4}
-ZBV = {**PIPELINE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+ZBV = {**PIPELINE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "model.n_layers": 4}
 TIED = {"model.tied_embeddings": "true"}
 LARGE_VOCABULARY = {"model.vocab_size": 50_000}
 FP32 = {"training.mixed_precision_param": "float32"}
@@ -48,7 +48,6 @@ LAYOUTS = {
         },
     ),
     "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2, **TIED}),
-    "PP 2, ZBV, full": (2, {**ZBV, "activation_checkpoint.mode": "full"}),
     "PP 2, ZBV, split backwards": (2, {**ZBV, "activation_checkpoint.mode": "none"}),
     "FSDP 8, TP 2, tied": (
         16,
@@ -56,7 +55,6 @@ LAYOUTS = {
             **TIED,
             **LARGE_VOCABULARY,
             "parallelism.tensor_parallel_degree": 2,
-            "model.n_layers": 2,
             "training.seq_len": 256,
             "loss.chunk_tokens": 64,
         },
@@ -107,7 +105,6 @@ LAYOUTS = {
             **ON_CPU,
             "parallelism.tensor_parallel_degree": 2,
             "parallelism.context_parallel_degree": 2,
-            "model.n_layers": 2,
             "model.dim": 512,
             "model.hidden_dim": 2048,
         },
@@ -153,8 +150,7 @@ def test_the_estimate_equals_a_dry_run(name):
 
 @pytest.mark.slow
 def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embedding():
-    schedule = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
-    (first, _), (second, _) = compare(argv_of({**PIPELINE, **schedule, **TIED}), 2)
+    (first, _), (second, _) = compare(argv_of({**ZBV, **TIED}), 2)
     ends = 2 * 4 * 2048 * SIZES["dim"] + 4 * SIZES["dim"]  # the embedding, its copy and the norm
     assert first.resting.parameters == second.resting.parameters + ends
 
@@ -168,17 +164,15 @@ def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "microbatches"), [(2, "1F1B", 3), (4, "Interleaved1F1B", 6)]
-)
-def test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks(ranks, schedule, microbatches):
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks(schedule):
     settings = {
-        "model.n_layers": 8,
-        "parallelism.pipeline_parallel_degree": ranks,
+        "model.n_layers": 4,
+        "parallelism.pipeline_parallel_degree": 2,
         "parallelism.pipeline_parallel_schedule": schedule,
-        "training.local_batch_size": microbatches,
+        "training.local_batch_size": 3,
     }
-    for step, estimate in compare(argv_of(settings), ranks):
+    for step, estimate in compare(argv_of(settings), 2):
         assert estimate.total == pytest.approx(step.peak_bytes, rel=0.05)
 
 
@@ -257,7 +251,7 @@ def test_blocks_that_are_recomputed_and_others_are_of_different_kinds():
     assert _kinds(job) == [(0, (0,)), (1, (1, 3, 4, 6)), (2, (2, 5)), (7, (7,))]
 
 
-def random_settings(rng: random.Random, schedules: list[str]) -> tuple[int, dict]:
+def random_settings(rng: random.Random) -> tuple[int, dict]:
     """(ranks, settings) of a layout, which may be illegal."""
     dim, heads = rng.choice([256, 512, 1024]), rng.choice([4, 8, 16])
     degrees = {
@@ -288,20 +282,19 @@ def random_settings(rng: random.Random, schedules: list[str]) -> tuple[int, dict
         **{f"parallelism.{key}": degree for key, degree in degrees.items()},
     }
     if degrees["pipeline_parallel_degree"] > 1:
-        settings["parallelism.pipeline_parallel_schedule"] = rng.choice(schedules)
+        settings["parallelism.pipeline_parallel_schedule"] = rng.choice([*SCHEDULES])
     return ranks, settings
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedules", [["1F1B"], [*SCHEDULES]], ids=["1F1B", "all"])
-def test_estimates_of_random_layouts_equal_dry_runs(request, schedules):
+def test_estimates_of_random_layouts_equal_dry_runs(request):
     """`--layouts 200` for a sweep; the traffic and the bytes at rest are equal in all of them."""
     count, seed = (request.config.getoption(name) for name in ("--layouts", "--layout-seed"))
     rng = random.Random(seed)
     errors: list[float] = []
     done = 0
     while done < count:
-        ranks, settings = random_settings(rng, schedules)
+        ranks, settings = random_settings(rng)
         try:
             read_job(argv_of(settings), ranks, here=False)
         except UserError:
