@@ -128,10 +128,12 @@ def part_of_call(phase: str, graph: CompiledGraph | None = None) -> str:
     while frame is not None and not part:
         part = _part_of_file(frame.f_code.co_filename)
         frame = frame.f_back  # type: ignore[assignment]
-    backward = graph.is_backward if graph else phase.startswith("backward")
+    backward = phase.startswith("backward")
+    if part in ("experts", "exchange"):  # recomputed ones too
+        return f"{part}, {'backward' if backward else 'forward'}"
     if part in ("", "blocks"):
         name = "blocks" if graph or part else "others"
-        if name == "blocks" and not backward and phase.startswith("backward"):
+        if graph and backward and not graph.is_backward:
             return "blocks, recomputed"
         return f"{name}, {'backward' if backward else 'forward'}"
     return part
