@@ -34,9 +34,9 @@ def updating_vectors_in_float32(
 def _on_copies(step: Callable[..., None]) -> Callable[..., None]:
     """A method that calls `step` while float32 copies replace the vectors."""
 
-    def method(self: _Float32Vectors, *arguments: Tensor | None) -> None:
-        with self._float32_copies():
-            step(self, *arguments)
+    def method(self: _Float32Vectors, *arguments: Tensor | None, **closure: None) -> None:
+        with self._float32_copies():  # torch's checkpoints call step(closure=None)
+            step(self, *arguments, **closure)
 
     return method
 
