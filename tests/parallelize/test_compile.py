@@ -77,6 +77,8 @@ def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
             Layout(shard=2, accumulate=3),
             Layout(shard=2, offload_activations=True),
             Layout(pipeline=2, microbatch=9),
+            Layout(tensor=2),
+            Layout(context=2),
         ],
     ],
     ids=["one", "two"],

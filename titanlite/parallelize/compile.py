@@ -7,8 +7,9 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,24 @@ class CompileConfig:
 
 
 NOT_COMPILED = CompileConfig()
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
+    """Let `module(*inputs)` return `forward(module, *arguments, *inputs)`.
+
+    The module gets a subclass, which it shares with those of equal arguments. A graph is of one
+    block alone if a module in it has a forward of its own.
+    """
+    base: Any = type(module)
+    module.__class__ = _with_forward(base, forward, *arguments)
+
+
+@cache
+def _with_forward(base: Any, forward: Callable[..., Any], *arguments: Any) -> type:
+    def method(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+        return forward(self, *arguments, *inputs, **named)
+
+    return type(base.__name__, (base,), {"forward": method})
 
 
 def compile_blocks(

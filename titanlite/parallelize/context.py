@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,11 +22,13 @@ from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
+from titanlite.parallelize.compile import replace_forward
 from titanlite.parallelize.context_attention import context_parallel_forward
 from titanlite.parallelize.context_tiles import SequenceShard, encode_document_tiles
 
 
 def _attend_over_ranks(
+    attention: nn.Module,
     options: tuple[str, bool, str, int, bool],
     q: Tensor,
     k: Tensor,
@@ -65,7 +66,7 @@ def apply_context_parallel(
             assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"
             cudnn = attention.backend == SDPBackend.CUDNN_ATTENTION
             options = group_name, shard.balanced, rotate_method, attention.window, cudnn
-            module.forward = partial(_attend_over_ranks, options)
+            replace_forward(attention, _attend_over_ranks, options)
 
 
 def check_context_parallel(

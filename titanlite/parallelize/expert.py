@@ -27,6 +27,7 @@ from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes, ModelSizes, ModelSpec, first_match
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
+from titanlite.parallelize.compile import replace_forward
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import (
     SEQUENCE_DIM,
@@ -118,7 +119,11 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
         if mesh.ep_tp.ndim == 2:
             placements.append(Shard(dim))
         distribute_parameter(experts, name, mesh.ep_tp, placements)
-    _replace_forward(experts, partial(experts.forward, local=local_shard))
+    replace_forward(experts, _compute_shard, type(experts).forward)
+
+
+def _compute_shard(experts: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return forward(experts, *inputs, local=local_shard)
 
 
 def _parallelize_over_tensor_ranks(
@@ -127,14 +132,14 @@ def _parallelize_over_tensor_ranks(
     """Parallelize the gate and the shared experts, and gather the sequence for sharded experts."""
     gate, shared = module.router.gate, module.shared_experts
     distribute_parameters(gate, tp, Replicate())
-    _replace_forward(gate, partial(_replicated_gate_forward, gate))
+    replace_forward(gate, _replicated_gate_forward)
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:
         module.router.share_tokens(tp.size())
-        _replace_forward(module, partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM))
+        replace_forward(module, _gathered_forward, type(module).forward, tp, SEQUENCE_DIM)
     elif shared is not None:
-        _replace_forward(shared, partial(_gathered_forward, shared.forward, tp, 0))
+        replace_forward(shared, _gathered_forward, type(shared).forward, tp, 0)
 
 
 def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
@@ -149,24 +154,24 @@ def _shard_shared_experts(shared: nn.Module, tp: DeviceMesh) -> None:
         assert isinstance(layer, nn.Linear)
         distribute_parameters(layer, tp, Shard(dim))
         if type(layer) is nn.Linear:
-            _replace_forward(layer, partial(_local_linear_forward, layer))
+            replace_forward(layer, _local_linear_forward)
         else:  # Float8, whose scales are those of the whole operands: DTensor reduces them
             of_dtensors = _colwise_forward if dim == 0 else _rowwise_forward
-            _replace_forward(layer, partial(of_dtensors, layer.forward, tp))
+            replace_forward(layer, of_dtensors, type(layer).forward, tp)
 
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, local_shard(layer.weight))
 
 
-def _colwise_forward(forward: Callable[[Tensor], Any], tp: DeviceMesh, x: Tensor) -> Tensor:
+def _colwise_forward(layer: nn.Module, forward: Callable, tp: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's hidden features of tokens x that all ranks have."""
-    return forward(_AsReplicated.apply(x, tp)).to_local()
+    return forward(layer, _AsReplicated.apply(x, tp)).to_local()
 
 
-def _rowwise_forward(forward: Callable[[Tensor], Any], tp: DeviceMesh, x: Tensor) -> Tensor:
+def _rowwise_forward(layer: nn.Module, forward: Callable, tp: DeviceMesh, x: Tensor) -> Tensor:
     """This rank's summand of the output, from its hidden features x."""
-    out = forward(DTensor.from_local(x, tp, [Shard(x.dim() - 1)]))
+    out = forward(layer, DTensor.from_local(x, tp, [Shard(x.dim() - 1)]))
     return out.to_local(grad_placements=[Replicate()])
 
 
@@ -187,20 +192,16 @@ class _AsReplicated(torch.autograd.Function):
 
 
 def _gathered_forward(
-    forward: Callable[[Tensor], Tensor], tp: DeviceMesh, dim: int, x: Tensor
+    module: nn.Module, forward: Callable[..., Tensor], tp: DeviceMesh, dim: int, x: Tensor
 ) -> Tensor:
     """Sum `forward`, which computes one summand, over the tensor ranks, for the tokens of all."""
     whole = DTensor.from_local(x, tp, [Shard(dim)]).redistribute(placements=[Replicate()])
-    summand = forward(whole.to_local(grad_placements=[Partial()]))
+    summand = forward(module, whole.to_local(grad_placements=[Partial()]))
     return (
         DTensor.from_local(summand, tp, [Partial()])
         .redistribute(placements=[Shard(dim)])
         .to_local()
     )
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    module.forward = forward
 
 
 def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iterator[ConfigError]:

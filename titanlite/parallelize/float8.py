@@ -24,7 +24,7 @@ from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.router import RouterGate
-from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig
+from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, replace_forward
 from titanlite.parallelize.expert import weight_shards
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
@@ -235,7 +235,7 @@ def convert_to_float8(
         _compile_gathered_casts(compile)
         ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
         for layer in map(part.get_submodule, selected):
-            layer.forward = partial(_forward_tokens, layer.forward)
+            replace_forward(layer, _forward_tokens, type(layer).forward)
     reasons = {_block_pattern(name): reason for name, reason in excluded.items()}
     shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
     in_high_precision = f"; in high precision: {shown}" if shown else ""
@@ -244,10 +244,10 @@ def convert_to_float8(
     )
 
 
-def _forward_tokens(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward_tokens(layer: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Give torchao a matrix, as in its backward: then both have equal casts of x, and the compiler
     computes the maximum of a tensor once, and one cast for all layers that share x."""
-    return forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+    return forward(layer, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 def _convert_to_mxfp8(part: nn.Module, names: list[str], emulate: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max,
 from titanlite.models import OutputLayer, Vocabulary
 from titanlite.models.decoder import PositionEmbedding, look_up
 from titanlite.models.loss import select_label_logit
+from titanlite.parallelize.compile import replace_forward
 
 SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
@@ -58,7 +59,7 @@ class LocalForward(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, Replicate())
-        module.forward = partial(self.forward, module, device_mesh)
+        replace_forward(module, self.forward, device_mesh)
         return module
 
 
@@ -135,7 +136,7 @@ class ProjectionNorm(ParallelStyle):
         is_sharded = heads % ranks == 0
         distribute_parameters(norm, device_mesh, Shard(0) if is_sharded else Replicate())
         copies = 1 if is_sharded else ranks // heads
-        module.forward = partial(_sharded_norm_forward, norm, device_mesh, copies)
+        replace_forward(norm, _sharded_norm_forward, device_mesh, copies)
         return module
 
 
@@ -156,6 +157,7 @@ def _sharded_norm_forward(norm: nn.RMSNorm, tp: DeviceMesh, copies: int, x: Tens
     return (x.float() * (mean + norm.eps).rsqrt() * weight).to(x.dtype)  # rounded once
 
 
+@cache  # a class for each block would make torch.compile compile each block
 def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput:
     """All-gather the first input of a module over the sequence; pass other inputs unchanged."""
 
