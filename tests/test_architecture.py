@@ -78,7 +78,6 @@ OUTSIDE_ASSIGNMENTS = {
         "replaces torch's probe, which starts a process for each instruction set"
     ),
     "titanlite/parallelize/float8.py: float8_ops.addmm_float8_unwrapped": "a function of torchao",
-    "titanlite/parallelize/float8.py: layer.forward": "a layer of torchao",
     "titanlite/parallelize/float8.py: new.in_features": "a layer of torchao",
     "titanlite/parallelize/float8.py: new.out_features": "a layer of torchao",
     "titanlite/parallelize/float8.py: new.weight": "a layer of torchao",
@@ -105,9 +104,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/activation_checkpoint.py: block.forward": "module transformation",
     "titanlite/parallelize/activation_offload.py: block.forward": "module transformation",
     "titanlite/parallelize/compile.py: block.forward": "module transformation",
-    "titanlite/parallelize/context.py: module.forward": "module transformation",
-    "titanlite/parallelize/expert.py: module.forward": "module transformation",
-    "titanlite/parallelize/tensor_styles.py: module.forward": "module transformation",
+    "titanlite/parallelize/compile.py: module.__class__": "module transformation",
     "titanlite/parallelize/tensor_styles.py: module.vocabulary": "module transformation",
 }
 
