@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 
+@cache  # a kernel runs many times, with few numbers of trips
 def executed_instructions(cubin: bytes, loop_trips: float) -> float:
     """Instructions that one warp executes if each loop is passed `loop_trips` times.
 
