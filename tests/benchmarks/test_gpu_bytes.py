@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_bytes.sass import count_instructions
+from benchmarks.gpu_bytes.targets import JOBS, read_page
 from conftest import HANG_SECONDS, ROOT
 
 DIM, BLOCKS, HIDDEN, VOCABULARY, TOKENS = 128, 2, 256, 1024, 512
@@ -45,6 +46,13 @@ LISTING = """
 def test_a_loop_is_counted_as_often_as_it_runs():
     assert count_instructions(LISTING, 1) == 5
     assert count_instructions(LISTING, 4) == 5 + 3 * 3
+
+
+def test_no_counted_cost_is_above_its_limit():
+    limits = {metric.name: metric.most for metrics in JOBS.values() for metric in metrics}
+    page = read_page()
+    assert {name: most for name, (_, most) in page.items()} == limits
+    assert not {name: row for name, row in page.items() if row[0] > row[1]}
 
 
 @pytest.mark.slow
