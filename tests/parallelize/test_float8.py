@@ -176,6 +176,20 @@ def test_scales_in_the_matmuls_give_the_gradients_of_scales_after_them(recipe, m
     assert operations[0] > operations[1] == 0
 
 
+def test_mxfp8_rounds_gradients_by_a_few_percent():
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 96, bias=False), nn.SiLU(), nn.Linear(96, 32, bias=False)
+    model, x = nn.Sequential(*layers), torch.randn(2, 64, 64)
+    gradients = []
+    for recipe in (None, "mxfp8"):
+        convert_to_float8(model, Float8Config(recipe_name=recipe, emulate=True))
+        gradients.append(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+    for exact, rounded in zip(*gradients, strict=True):
+        error = (rounded - exact).norm() / exact.norm()
+        print(f"{error:.3f}, cosine {torch.cosine_similarity(rounded, exact, 0).min():.4f}")
+        assert 0.01 < error < 0.1
+
+
 def test_a_matrix_of_tokens_is_what_torchao_gets():
     """Otherwise a compiled backward computes the maximum of each layer's input again."""
     model = nn.Sequential(nn.Linear(64, 32, bias=False))

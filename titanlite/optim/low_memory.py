@@ -127,8 +127,13 @@ class LowMemoryAdam(ConditionalBase):
                 if parameter.grad is not None:
                     self._step_parameter(parameter, group, accept, grad_factor)
 
-    def _step_parameter(self, parameter: nn.Parameter, group: dict, *given: Tensor | None) -> None:
-        """`given`: the last two of `_StepScalars`."""
+    def _step_parameter(
+        self,
+        parameter: nn.Parameter,
+        group: dict,
+        accept: Tensor | None,
+        grad_factor: Tensor | None,
+    ) -> None:
         assert parameter.grad is not None
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1  # in host memory, so reading it does not wait for the device
@@ -144,7 +149,8 @@ class LowMemoryAdam(ConditionalBase):
             torch.tensor(float(group["weight_decay"])),
             torch.tensor(1 / (1 - beta1**step)),
             torch.tensor((1 - beta2**step) ** -0.5),
-            *given,
+            accept,
+            grad_factor,
         )
         blocks = weight.numel() // storage.block if storage.block else 1
         self._update(

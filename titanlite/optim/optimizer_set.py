@@ -118,7 +118,7 @@ class OptimizerSet:
 
         If `accept` [] is false, change no bit of weights and state. Step counters in host memory
         may advance either way: `uncount_steps` corrects them. Waits for the device only in
-        optimizers that cannot decide there. Which gradients are scaled afterwards is undefined.
+        optimizers that cannot decide there. Only some optimizers write the scaled gradients.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]

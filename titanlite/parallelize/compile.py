@@ -46,8 +46,8 @@ NOT_COMPILED = CompileConfig()
 def replace_forward(module: nn.Module, forward: Callable[..., Any], *arguments: Any) -> None:
     """Let `module(*inputs)` return `forward(module, *arguments, *inputs)`.
 
-    The module gets a subclass, which it shares with those of equal arguments. A graph is of one
-    block alone if a module in it has a forward of its own.
+    The module gets a subclass, which it shares with those of equal arguments. torch.compile would
+    compile each block by itself if a module in it had a forward of its own.
     """
     base: Any = type(module)
     module.__class__ = _with_forward(base, forward, *arguments)
