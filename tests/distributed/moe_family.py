@@ -23,7 +23,7 @@ class MoELlama(Llama):
 
     def __init__(self, sizes: MoESizes):
         super().__init__(sizes)
-        self.layers["0"] = TransformerBlock(sizes, Attention(sizes))
+        self.layers["0"] = TransformerBlock(sizes, Attention(sizes, 0))
 
 
 MOE_FAMILY: ModelSpec[MoESizes] = replace(

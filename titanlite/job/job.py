@@ -79,7 +79,7 @@ class Job:
             n_kv_heads=max(1, sizes.n_kv_heads // tensor),
             seq_len=self.config.training.seq_len,
             head_dim=sizes.head_width,
-            window=self.spec.counts(sizes).blocks[0].window,
+            windows=tuple({block.window: None for block in self.spec.counts(sizes).blocks}),
         )
 
     @property

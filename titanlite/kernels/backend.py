@@ -65,7 +65,7 @@ class AttentionShape:
     n_kv_heads: int
     seq_len: int
     head_dim: int
-    window: int = 0  # of CausalAttention
+    windows: tuple[int, ...] = (0,)  # of the blocks, each once; see CausalAttention
 
     def __str__(self) -> str:
         return f"{self.n_heads} heads and {self.n_kv_heads} key-value heads of {self.head_dim}"
@@ -199,8 +199,9 @@ class _KernelTrial:
         return 1e3 * min(seconds[1:], default=0.0)
 
     def _runner(self, name: str) -> Callable[[], None]:
-        """A function that runs one forward and backward of a kernel."""
-        shape, attend = self.shape, CausalAttention(KERNELS[name], self.shape.window)
+        """A function that runs one forward and backward of a kernel for each window."""
+        shape = self.shape
+        attends = [CausalAttention(KERNELS[name], window) for window in shape.windows]
         # a generator of its own: the default one must stay in the same state on all ranks
         generator = torch.Generator(self.device).manual_seed(0)
         inputs = [
@@ -227,7 +228,8 @@ class _KernelTrial:
             documents = index_documents(positions.expand(shape.batch, -1)).to(self.device)
 
         def run() -> None:
-            torch.autograd.grad(attend(*inputs, documents), inputs, grad)
+            for attend in attends:
+                torch.autograd.grad(attend(*inputs, documents), inputs, grad)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 

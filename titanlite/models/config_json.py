@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from titanlite.errors import CheckpointError
-from titanlite.models.sizes import SizesT
+from titanlite.models.sizes import SizesT, is_every
 from titanlite.settings import type_hints
 from titanlite.settings.values import ValueRefused, convert
 
 EXPERT_INDEX = "{expert}"  # in Hugging Face's names
+MAX_BLOCKS = 1_000  # of a list in config.json that is searched for an interval
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ UNSUPPORTED = {  # keys of many architectures that none of ours implements
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
+NO_TYPES = {"layer_types": None}  # of families whose blocks are all of one kind
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,9 @@ class HuggingFaceMapping(Generic[SizesT]):
     further: Callable[[SizesT], Mapping[str, Any]] = lambda sizes: {}  # only written
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     # keys of the supported scaling -> their only values, with "rope_type"; empty: none
+    intervals: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    # keys with an entry for each block -> the usual entry, and that of every n-th block; n is a
+    # size, and its default in `defaults`
 
     # --- tensors ----------------------------------------------------------------------------------
 
@@ -150,12 +155,16 @@ class HuggingFaceMapping(Generic[SizesT]):
                 )
         config = {key: getattr(sizes, name) for name, key in keys.items()}
         config |= {key: config[key] or None for key in self.null_is_zero}
+        config |= {
+            key: _list_of(config[key], sizes.n_layers, entries)
+            for key, entries in self.intervals.items()
+        }
         if "head_dim" in config:
             config["head_dim"] = sizes.head_width
         if self.rope_scaling:
             factor = config.pop("factor")
             config["rope_scaling"] = {"factor": factor, **self.rope_scaling} if factor > 1 else None
-            original = self.rope_scaling["original_max_position_embeddings"]
+            original = self.rope_scaling.get("original_max_position_embeddings", 0)
             context = max(context, int(factor * original)) if factor > 1 else context
         if "rope_theta" in config:  # learned positions are a size
             config["max_position_embeddings"] = context
@@ -179,6 +188,7 @@ class HuggingFaceMapping(Generic[SizesT]):
         # to transformers, null is a missing value, except where it only asks whether a key is true
         null = dict.fromkeys(self._booleans(), False) | dict.fromkeys(self.null_is_zero, 0)
         stated |= {key: value for key, value in null.items() if config.get(key, True) is None}
+        stated |= {key: self._interval_of(key, stated) for key in self.intervals if key in stated}
         if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
             del stated["layer_types"]
         rope = _rope_of(stated)
@@ -188,7 +198,7 @@ class HuggingFaceMapping(Generic[SizesT]):
         scaled = bool(self.rope_scaling) and values["rope_type"] == self.rope_scaling["rope_type"]
         if "factor" in keys.values():
             values["factor"] = rope.get("factor") if scaled else 1.0
-        fixed = {**UNSUPPORTED, "layer_types": None}
+        fixed = {**UNSUPPORTED} if "layer_types" in self.intervals else {**UNSUPPORTED, **NO_TYPES}
         fixed |= self._fixed_values(config.get("num_experts_per_tok"))
         required = fixed | (dict(self.rope_scaling) if scaled else {"rope_type": "default"})
         sizes = {name: values.get(key) for name, key in keys.items()}
@@ -209,6 +219,20 @@ class HuggingFaceMapping(Generic[SizesT]):
         """`fixed`; the weight of a single active expert is its score, and not divided by itself."""
         single = n_active_experts == 1 and "norm_topk_prob" in self.fixed
         return {**self.fixed, "norm_topk_prob": False} if single else dict(self.fixed)
+
+    def _interval_of(self, key: str, stated: Mapping[str, Any]) -> Any:
+        """The interval of a list with an entry for each block; if it has none, the list.
+
+        Several intervals may describe a list; then the default is preferred.
+        """
+        value, entries = stated[key], self.intervals[key]
+        if not isinstance(value, list):
+            return [value]  # no interval: a number would be mistaken for one
+        if 0 < len(value) <= MAX_BLOCKS and len(value) == stated.get(self.keys["n_layers"]):
+            for interval in (self.defaults.get(key, 0), *range(len(value) + 1)):
+                if value == _list_of(interval, len(value), entries):
+                    return interval
+        return value
 
     def _booleans(self) -> set[str]:
         """The keys whose values are true or false."""
@@ -245,6 +269,10 @@ class HuggingFaceMapping(Generic[SizesT]):
         allowed = {key: json.dumps(value) for key, value in required.items()}
         if self.rope_scaling:
             allowed["rope_type"] = f'"default" or "{self.rope_scaling["rope_type"]}"'
+        allowed |= {
+            key: f"{json.dumps(usual)} for each block and {json.dumps(other)} for every n-th"
+            for key, (usual, other) in self.intervals.items()
+        }
         supported = {key: f" (only {value} is supported)" for key, value in allowed.items()}
         shown = {key: f"{key} = {json.dumps(values.get(key)):.80}" for key in keys}  # each once
         shown |= {
@@ -262,6 +290,11 @@ def _rope_of(stated: Mapping[str, Any]) -> dict[str, Any]:
     """The table of RoPE's parameters; transformers 5 also prefers rope_scaling."""
     rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
     return rope if isinstance(rope, dict) else {"rope_scaling": rope}
+
+
+def _list_of(interval: int, blocks: int, entries: tuple[Any, Any]) -> list[Any]:
+    """The entry of each block; see `HuggingFaceMapping.intervals`."""
+    return [entries[is_every(interval, block)] for block in range(blocks)]
 
 
 def _as_list(value: Any) -> list[str]:

@@ -87,21 +87,22 @@ class Decoder(nn.Module):
     """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
 
     `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope,
-    documents, cache); rope is None without `rotary`. `norm`, behind the blocks, is an RMSNorm by
-    default. A pipeline stage has only its own blocks in `layers`; other modules that it does not
-    own are None.
+    documents, cache). `rotary` gives the settings of a block's RoPE, or None for none. `norm`,
+    behind the blocks, is an RMSNorm by default. A pipeline stage has only its own blocks in
+    `layers`; other modules that it does not own are None.
     """
 
     def __init__(
         self,
         sizes: ModelSizes,
         build_block: Callable[[int], nn.Module],
-        rotary: RopeSettings | None = None,
+        rotary: Callable[[int], RopeSettings | None] = lambda block: None,
         norm: nn.Module | None = None,
         pos_embeddings: nn.Module | None = None,
     ):
         super().__init__()
-        self.sizes, self.rotary = sizes, rotary
+        self.sizes = sizes
+        self.rotary = {str(index): rotary(index) for index in range(sizes.n_layers)}
         self.index_documents: IndexDocuments | None = None
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
@@ -128,15 +129,21 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = None if self.rotary is None else rope_cos_sin(positions, *self.rotary)
+        ropes = self._compute_ropes(positions)
         if documents is None and self.index_documents is not None:
             documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         x = x if self.pos_embeddings is None else self.pos_embeddings(x, positions)
         for name, block in self.layers.items():
-            x = block(x, rope, documents, None if caches is None else caches[name])
+            cache = None if caches is None else caches[name]
+            x = block(x, ropes.get(self.rotary[name]), documents, cache)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels=labels)
+
+    def _compute_ropes(self, positions: Tensor) -> dict[RopeSettings | None, CosSin]:
+        """Cosines and sines for each of the settings that blocks have; most models have one."""
+        settings = dict.fromkeys(self.rotary[name] for name in self.layers)
+        return {rotary: rope_cos_sin(positions, *rotary) for rotary in settings if rotary}
 
 
 def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -164,7 +164,7 @@ class DeepSeekV3(Decoder):
             return TransformerBlock(sizes, DeepSeekAttention(sizes), experts)
 
         rotary = (sizes.qk_rope_head_dim, sizes.rope_theta, sizes.rope_scaling)
-        super().__init__(sizes, build_block, rotary)
+        super().__init__(sizes, build_block, lambda block: rotary)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

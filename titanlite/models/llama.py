@@ -34,7 +34,7 @@ class LlamaSizes:
     rope_theta: size.RopeTheta = 1_000_000.0
 
     # class attributes, not fields: of the families that do not have these keys
-    head_dim = window = 0
+    head_dim = window = full_attention_every = 0
     qkv_bias = qk_norm = tied_embeddings = False
 
     @property
@@ -47,9 +47,12 @@ class LlamaSizes:
         """Extension of the context; None: no extension."""
         return None
 
-    @property
-    def rotary(self) -> RopeSettings:
-        """How queries and keys are rotated."""
+    def window_of(self, block: int) -> int:
+        """The tokens that a token attends to in block number `block`; 0: to all up to itself."""
+        return 0 if size.is_every(self.full_attention_every, block) else self.window
+
+    def rotary_of(self, block: int) -> RopeSettings | None:
+        """How queries and keys of block number `block` are rotated; None: not at all."""
         return self.head_width, self.rope_theta, self.rope_scaling
 
     @property
@@ -83,7 +86,7 @@ class Attention(nn.Module):
     Optional: biases of queries, keys and values, and an RMSNorm of each query and key head.
     """
 
-    def __init__(self, sizes: LlamaSizes):
+    def __init__(self, sizes: LlamaSizes, block: int):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
@@ -91,7 +94,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.dim, kv_dim, bias=sizes.qkv_bias)
         self.wv = nn.Linear(sizes.dim, kv_dim, bias=sizes.qkv_bias)
         self.wo = nn.Linear(q_dim, sizes.dim, bias=False)
-        self.attend = CausalAttention(window=sizes.window)
+        self.attend = CausalAttention(window=sizes.window_of(block))
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if sizes.qk_norm:
@@ -101,13 +104,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: CosSin,
+        rope: CosSin | None,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         q, k = self.queries_and_keys(x)
         v = self.wv(x).unflatten(-1, (-1, self.head_width))
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
         out = self.attend(q, k, v, documents, cache)
         return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
@@ -153,9 +157,9 @@ class Llama(Decoder):
 
     def __init__(self, sizes: Any):  # LlamaSizes, with what a family adds
         def build_block(index: int) -> nn.Module:
-            return TransformerBlock(sizes, Attention(sizes), sizes.experts)
+            return TransformerBlock(sizes, Attention(sizes, index), sizes.experts)
 
-        super().__init__(sizes, build_block, sizes.rotary)
+        super().__init__(sizes, build_block, sizes.rotary_of)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

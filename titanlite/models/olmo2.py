@@ -32,8 +32,8 @@ class Olmo2Sizes(LlamaSizes):
 class Olmo2Attention(Attention):
     """Llama's attention with one norm of all queries, and one of all keys."""
 
-    def __init__(self, sizes: Olmo2Sizes):
-        super().__init__(sizes)
+    def __init__(self, sizes: Olmo2Sizes, block: int):
+        super().__init__(sizes, block)
         self.q_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.k_norm = nn.RMSNorm(sizes.n_kv_heads * self.head_width, eps=sizes.norm_eps)
 
@@ -46,9 +46,9 @@ class Olmo2Attention(Attention):
 class Olmo2Block(nn.Module):
     """Attention and feed-forward; what each adds to the residual stream is normalized."""
 
-    def __init__(self, sizes: Olmo2Sizes):
+    def __init__(self, sizes: Olmo2Sizes, block: int):
         super().__init__()
-        self.attention = Olmo2Attention(sizes)
+        self.attention = Olmo2Attention(sizes, block)
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
@@ -68,7 +68,7 @@ class Olmo2(Decoder):
     """The transformer of OLMo 2."""
 
     def __init__(self, sizes: Olmo2Sizes):
-        super().__init__(sizes, lambda index: Olmo2Block(sizes), sizes.rotary)
+        super().__init__(sizes, lambda block: Olmo2Block(sizes, block), sizes.rotary_of)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -89,8 +89,13 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [B, T, H, K] by its positions; pairs are (i, i + K/2), as in Hugging Face."""
+    """Rotate x [B, T, H, K] by its positions; pairs are (i, i + K/2), as in Hugging Face.
+
+    If `rope` has fewer features than a head, the first ones are rotated.
+    """
     cosine, sine = rope
+    if (width := cosine.shape[-1]) < x.shape[-1]:
+        return torch.cat([apply_rope(x[..., :width], rope), x[..., width:]], dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([-second, first], dim=-1)
     return (x * cosine + rotated * sine).to(x.dtype)

@@ -24,6 +24,14 @@ TiedEmbeddings = Annotated[bool, "the output layer shares its weights with the e
 Experts = Annotated[int, Range(1), "routed experts per block"]
 ActiveExperts = Annotated[int, Range(1), "routed experts that compute a token"]
 ExpertHiddenDim = Annotated[int, Range(1), "width of the hidden layer of one expert"]
+FullAttentionEvery = Annotated[
+    int, Range(0), "every n-th block attends to all tokens, the others to model.window; 0: none"
+]
+
+
+def is_every(interval: int, block: int) -> bool:
+    """Whether block number `block` is one of every `interval` blocks; never, if that is 0."""
+    return interval > 0 and (block + 1) % interval == 0
 
 
 class ModelSizes(Protocol):
