@@ -98,6 +98,7 @@ def _read_modules(
     blocks = list(model.get_submodule(blocks_path).children())
     parameters = dict(blocks[-1].named_parameters())
     windows = [m.window for m in blocks[0].modules() if isinstance(m, CausalAttention)]
+    norms = sum(name.endswith("norm.weight") for name in parameters if name.count(".") == 1)
     positions = getattr(model, "pos_embeddings", None)
     latent, mixture, q_norm = None, None, parameters.get("attention.q_norm.weight")
     if rank := getattr(sizes, "kv_lora_rank", 0):
@@ -130,7 +131,9 @@ def _read_modules(
             else "projections"
         ),
         experts=mixture,
+        norms_per_block=norms,
         window=windows[0],
+        full_attention_every=getattr(sizes, "full_attention_every", 0),
         latent=latent,
     )
 

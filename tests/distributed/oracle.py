@@ -15,7 +15,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tests.distributed.balanced import ReferenceBalancing
 from tests.distributed.moe_family import MOE_FAMILY
-from tests.distributed.qkv_bias_family import QKV_BIAS_FAMILY
 from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import DOCUMENT_END as PACKED_END
@@ -56,7 +55,7 @@ FAMILY = FAMILIES["llama3"]
 
 def family_of(sizes: ModelSizes) -> ModelSpec:
     """The model family with these sizes."""
-    families = (*FAMILIES.values(), MOE_FAMILY, QKV_BIAS_FAMILY)
+    families = (*FAMILIES.values(), MOE_FAMILY)
     return next(f for f in families if type(next(iter(f.flavors.values()))) is type(sizes))
 
 

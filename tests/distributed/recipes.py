@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from tests.distributed.moe_family import MoESizes
 from tests.distributed.oracle import SGD, Recipe
-from tests.distributed.qkv_bias_family import QKV_BIAS_FAMILY
 from titanlite.models import FAMILIES, ExpertSizes, LoadBalancing
 
 SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 509}
@@ -18,6 +17,12 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
     "mistral": {**GROUPED, "window": 17},
     "gpt2": {**SMALL, "positions": 96},
     "olmo2": GROUPED,
+    # the first of two blocks has a window, or RoPE, or its base; with RoPE, the gradient of the
+    # biases of keys is not zero
+    "olmo3": {**GROUPED, "window": 17, "full_attention_every": 2, "rope_scaling_factor": 8.0},
+    "qwen2": GROUPED,
+    "smollm3": {**GROUPED, "no_rope_every": 2},
+    "gemma3": {**GROUPED, "head_dim": 12, "window": 17, "full_attention_every": 2},
     "mixtral": {**EXPERTS, "n_kv_heads": 2},
     "qwen3_moe": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12},
     "deepseek_v3": {
@@ -30,8 +35,9 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     },
+    "glm4_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "n_expert_groups": 2},
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
 
 
 def recipe_of(family: str, **changes) -> Recipe:
@@ -40,9 +46,6 @@ def recipe_of(family: str, **changes) -> Recipe:
     recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
     return replace(recipe, **changes)
 
-
-# With RoPE, the gradient of the keys' biases is not zero.
-QKV_BIASES = replace(SGD, steps=2, batch=12, lr=0.2, sizes=QKV_BIAS_FAMILY.flavors["mini"])
 
 MOE_EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
 MOE_SIZES = MoESizes(

@@ -32,7 +32,6 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import (
     CHANGES,
     MOE,
-    QKV_BIASES,
     SIGMOID,
     SOFTMAX,
     SPARSE,
@@ -84,8 +83,8 @@ RECIPES = {
     "a router of one active expert": replace(
         QWEN3_MOE, sizes=replace(QWEN3_MOE.sizes, n_active_experts=1)
     ),
-    "biases of q, k and v": QKV_BIASES,
     "window, documents": recipe_of("mistral", documents=True),
+    "two windows, documents": recipe_of("gemma3", documents=True),
     "learned positions, documents": recipe_of("gpt2", documents=True),
     **{name: recipe_of(name) for name in CHANGES},
 }
@@ -254,24 +253,20 @@ shard=2
 # a router of one active expert
 shard=2,expert=2; context=2,expert=2
 
-# biases of q, k and v
-shard=2; tensor=2; context=2,rotate=alltoall
-tensor=4
-
-# qwen3 / mistral / gpt2 / olmo2
+# qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; replicate=2
 
-# mixtral / qwen3_moe / deepseek_v3
+# mixtral / qwen3_moe / deepseek_v3 / glm4_moe
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2
     ; tensor=2,expert=2; replicate=2
 
 # gpt2 / deepseek_v3
 shard=2,tensor=2
 
-# olmo2
+# olmo2 / qwen2 / gemma3
 tensor=4
 
-# window, documents
+# window, documents / two windows, documents
 context=2
 
 # learned positions, documents
@@ -319,7 +314,10 @@ shard=2,tensor=2,expert=2; pipeline=2,tensor=2,expert=2,microbatch=2,recompute=f
 # balancing, sigmoid
 replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
 
-# qwen3 / mistral / gpt2 / olmo2 / mixtral / qwen3_moe / deepseek_v3
+# qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
+shard=2,tensor=2; replicate=2,shard=2
+
+# mixtral / qwen3_moe / deepseek_v3 / glm4_moe
 shard=2,tensor=2; replicate=2,shard=2
 """
 

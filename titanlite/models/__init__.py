@@ -7,6 +7,8 @@ from typing import Any
 from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.decoder import TokenEmbedding
 from titanlite.models.deepseek_v3 import DEEPSEEK_V3
+from titanlite.models.gemma3 import GEMMA3
+from titanlite.models.glm4_moe import GLM4_MOE
 from titanlite.models.gpt2 import GPT2_FAMILY
 from titanlite.models.llama import LLAMA2, LLAMA3, Llama, Llama3Sizes
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
@@ -14,10 +16,13 @@ from titanlite.models.mistral import MISTRAL
 from titanlite.models.mixtral import MIXTRAL
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.olmo2 import OLMO2
+from titanlite.models.olmo3 import OLMO3
+from titanlite.models.qwen2 import QWEN2
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router
 from titanlite.models.sizes import ModelSizes
+from titanlite.models.smollm3 import SMOLLM3
 from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
@@ -27,9 +32,14 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     MISTRAL.name: MISTRAL,
     GPT2_FAMILY.name: GPT2_FAMILY,
     OLMO2.name: OLMO2,
+    OLMO3.name: OLMO3,
+    QWEN2.name: QWEN2,
+    SMOLLM3.name: SMOLLM3,
+    GEMMA3.name: GEMMA3,
     MIXTRAL.name: MIXTRAL,
     QWEN3_MOE.name: QWEN3_MOE,
     DEEPSEEK_V3.name: DEEPSEEK_V3,
+    GLM4_MOE.name: GLM4_MOE,
 }
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlite.errors import CheckpointError
+from titanlite.models.rope import yarn_factor
 from titanlite.models.sizes import SizesT, is_every
 from titanlite.settings import type_hints
 from titanlite.settings.values import ValueRefused, convert
@@ -73,6 +75,8 @@ UNSUPPORTED = {  # keys of many architectures that none of ours implements
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
+LOCAL_ROPE_THETA = "rope_local_base_freq"  # key for the RoPE base of blocks with a window
+ROPE_KINDS = {"full_attention", "sliding_attention"}
 NO_TYPES = {"layer_types": None}  # of families whose blocks are all of one kind
 
 
@@ -103,7 +107,8 @@ class HuggingFaceMapping(Generic[SizesT]):
     null_is_zero: Sequence[str] = ()  # keys whose null is a size of 0
     further: Callable[[SizesT], Mapping[str, Any]] = lambda sizes: {}  # only written
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
-    # keys of the supported scaling -> their only values, with "rope_type"; empty: none
+    # keys of the supported scaling -> their only values, or the default of a size, with
+    # "rope_type"; empty: none
     intervals: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     # keys with an entry for each block -> the usual entry, and that of every n-th block; n is a
     # size, and its default in `defaults`
@@ -163,7 +168,9 @@ class HuggingFaceMapping(Generic[SizesT]):
             config["head_dim"] = sizes.head_width
         if self.rope_scaling:
             factor = config.pop("factor")
-            config["rope_scaling"] = {"factor": factor, **self.rope_scaling} if factor > 1 else None
+            sized = {key: config.pop(key) for key in self.rope_scaling if key in config}
+            scaling = {"factor": factor, **self.rope_scaling, **sized}
+            config["rope_scaling"] = scaling if factor > 1 else None
             original = self.rope_scaling.get("original_max_position_embeddings", 0)
             context = max(context, int(factor * original)) if factor > 1 else context
         if "rope_theta" in config:  # learned positions are a size
@@ -173,7 +180,7 @@ class HuggingFaceMapping(Generic[SizesT]):
             "architectures": [self.architecture],
             "model_type": self.model_type or self.family,
             **config,
-            **{k: v for k, v in fixed.items() if v is not None and k not in UNSUPPORTED},
+            **{k: v for k, v in fixed.items() if v is not None and v != UNSUPPORTED.get(k)},
             **self.further(sizes),
         }
 
@@ -191,7 +198,9 @@ class HuggingFaceMapping(Generic[SizesT]):
         stated |= {key: self._interval_of(key, stated) for key in self.intervals if key in stated}
         if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
             del stated["layer_types"]
-        rope = _rope_of(stated)
+        rope = rope_table(stated)
+        if rope.get("rope_type", rope.get("type")) == "yarn" and "mscale" not in self.rope_scaling:
+            rope = without_implied_factor(rope)
         values = {**self.defaults, "rope_type": rope.get("type", "default")}
         values |= {key: value for key, value in self.implied(config).items() if value is not None}
         values |= {**stated, **rope}
@@ -200,9 +209,13 @@ class HuggingFaceMapping(Generic[SizesT]):
             values["factor"] = rope.get("factor") if scaled else 1.0
         fixed = {**UNSUPPORTED} if "layer_types" in self.intervals else {**UNSUPPORTED, **NO_TYPES}
         fixed |= self._fixed_values(config.get("num_experts_per_tok"))
-        required = fixed | (dict(self.rope_scaling) if scaled else {"rope_type": "default"})
+        sized = keys.values() & self.rope_scaling.keys()
+        scaling = {key: self.rope_scaling[key] for key in self.rope_scaling if key not in sized}
+        required = fixed | (scaling if scaled else {"rope_type": "default"})
+        values = {**{key: self.rope_scaling[key] for key in sized}, **values}
         sizes = {name: values.get(key) for name, key in keys.items()}
         known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
+        known |= self.fixed.keys() | ({LOCAL_ROPE_THETA} & self.defaults.keys())
         both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}
         conflicts = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
         wrong = [
@@ -286,10 +299,32 @@ class HuggingFaceMapping(Generic[SizesT]):
         )
 
 
-def _rope_of(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of RoPE's parameters; transformers 5 also prefers rope_scaling."""
-    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
-    return rope if isinstance(rope, dict) else {"rope_scaling": rope}
+def rope_table(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of RoPE's parameters in a config.json; transformers 5 also prefers rope_scaling.
+
+    If there is one for each kind of blocks, it is that of blocks without a window, with the base of
+    the others as LOCAL_ROPE_THETA.
+    """
+    scaling, rope = config.get("rope_scaling"), config.get("rope_parameters")
+    if not isinstance(rope, dict) or not isinstance(rope.get("full_attention"), dict):
+        rope = scaling or rope or {}
+        return rope if isinstance(rope, dict) else {"rope_scaling": rope}
+    full, local = rope["full_attention"], rope.get("sliding_attention")
+    if not isinstance(local, dict) or local.keys() - {"rope_type", "rope_theta"}:
+        return {"sliding_attention": local}  # is refused
+    if local.get("rope_type", "default") != "default" or rope.keys() - ROPE_KINDS:
+        return {"rope_parameters": rope}
+    both = {**full, **(scaling if isinstance(scaling, dict) else {})}
+    return both | ({LOCAL_ROPE_THETA: local["rope_theta"]} if "rope_theta" in local else {})
+
+
+def without_implied_factor(rope: dict[str, Any]) -> dict[str, Any]:
+    """YaRN's parameters without a factor of attention that is the one that it has anyway."""
+    factor, stated = rope.get("factor"), rope.get("attention_factor")
+    numbers = isinstance(factor, float | int) and isinstance(stated, float | int) and factor >= 1
+    if numbers and math.isclose(stated, yarn_factor(factor), rel_tol=1e-6):  # type: ignore[arg-type]
+        return {key: value for key, value in rope.items() if key != "attention_factor"}
+    return rope
 
 
 def _list_of(interval: int, blocks: int, entries: tuple[Any, Any]) -> list[Any]:

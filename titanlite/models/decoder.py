@@ -70,17 +70,33 @@ class _LowPrecisionLookup(torch.autograd.Function):
         return None, weight_grad.to(grad.dtype)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+class ZeroCentredNorm(nn.RMSNorm):
+    """RMSNorm with a factor of 1 + weight, so that weight decay draws the factor to 1."""
 
-    def __init__(self, dim: int, hidden_dim: int):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalize(x, self.weight)
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The norm with another weight [D], in fp32: in bf16, 1 + weight would be rounded."""
+        factor = 1 + weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202), or with another activation."""
+
+    def __init__(self, dim: int, hidden_dim: int, activate: Callable[[Tensor], Tensor] = F.silu):
         super().__init__()
+        self.activate = activate
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activate(self.w1(x)) * self.w3(x))
 
 
 class Decoder(nn.Module):
@@ -104,6 +120,7 @@ class Decoder(nn.Module):
         self.sizes = sizes
         self.rotary = {str(index): rotary(index) for index in range(sizes.n_layers)}
         self.index_documents: IndexDocuments | None = None
+        self.embedding_factor = 1.0  # of the embeddings, but not of the output's weights
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
         self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(sizes.n_layers)})
@@ -132,13 +149,21 @@ class Decoder(nn.Module):
         ropes = self._compute_ropes(positions)
         if documents is None and self.index_documents is not None:
             documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self._embed(tokens)
         x = x if self.pos_embeddings is None else self.pos_embeddings(x, positions)
         for name, block in self.layers.items():
             cache = None if caches is None else caches[name]
             x = block(x, ropes.get(self.rotary[name]), documents, cache)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels=labels)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.tok_embeddings is not None
+        x = self.tok_embeddings(tokens)
+        if self.embedding_factor == 1:
+            return x
+        # rounded to the dtype of the embeddings, as the published models do
+        return x * torch.tensor(self.embedding_factor, dtype=x.dtype, device="cpu").item()
 
     def _compute_ropes(self, positions: Tensor) -> dict[RopeSettings | None, CosSin]:
         """Cosines and sines for each of the settings that blocks have; most models have one."""

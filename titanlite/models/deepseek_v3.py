@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,9 @@ class DeepSeekV3Sizes:
     norm_eps: size.NormEps = 1e-6
     rope_theta: size.RopeTheta = 10_000.0
     rope_scaling_factor: Annotated[float, Range(1), "of RoPE frequencies (YaRN); 1: none"] = 1.0
+    rope_fast_turns: Annotated[
+        float, Range(1), "YaRN keeps the pairs that turn as often over the original context"
+    ] = YarnScaling.fast_turns
 
     tied_embeddings = False
 
@@ -69,7 +72,8 @@ class DeepSeekV3Sizes:
 
     @property
     def rope_scaling(self) -> YarnScaling | None:
-        return YarnScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+        factor = self.rope_scaling_factor
+        return YarnScaling(factor, fast_turns=self.rope_fast_turns) if factor > 1 else None
 
     @property
     def experts(self) -> ExpertSizes | None:
@@ -169,18 +173,31 @@ class DeepSeekV3(Decoder):
 
 # --- Hugging Face ---------------------------------------------------------------------------------
 
+EXPERT_NAMES = {
+    "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
+    "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
+    "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
+}
+EXPERT_KEYS = {
+    "n_dense_layers": "first_k_dense_replace",
+    "n_experts": "n_routed_experts",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "n_shared_experts": "n_shared_experts",
+    "n_expert_groups": "n_group",
+    "n_active_groups": "topk_group",
+    "route_scale": "routed_scaling_factor",
+}
+
 NAMES = {
     **LLAMA_NAMES,
+    **EXPERT_NAMES,
     "layers.*.attention.wq_a.weight": "model.layers.*.self_attn.q_a_proj.weight",
     "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_a_layernorm.weight",
     "layers.*.attention.wq_b.weight": "model.layers.*.self_attn.q_b_proj.weight",
     "layers.*.attention.wkv_a.weight": "model.layers.*.self_attn.kv_a_proj_with_mqa.weight",
     "layers.*.attention.kv_norm.weight": "model.layers.*.self_attn.kv_a_layernorm.weight",
     "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
-    "layers.*.moe.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_experts.gate_proj.weight",
-    "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_experts.up_proj.weight",
-    "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_experts.down_proj.weight",
 }  # the rotated features are in the published order: pairs are (2i, 2i + 1)
 
 HUGGING_FACE = HuggingFaceMapping(
@@ -190,18 +207,13 @@ HUGGING_FACE = HuggingFaceMapping(
     names=NAMES,
     derived="model.layers.61.*",  # the block for multi-token prediction of the published model
     own_keys={
-        "n_dense_layers": "first_k_dense_replace",
-        "n_experts": "n_routed_experts",
-        "expert_hidden_dim": "moe_intermediate_size",
-        "n_shared_experts": "n_shared_experts",
-        "n_expert_groups": "n_group",
-        "n_active_groups": "topk_group",
-        "route_scale": "routed_scaling_factor",
+        **EXPERT_KEYS,
         "q_lora_rank": "q_lora_rank",
         "kv_lora_rank": "kv_lora_rank",
         "qk_nope_head_dim": "qk_nope_head_dim",
         "qk_rope_head_dim": "qk_rope_head_dim",
         "v_head_dim": "v_head_dim",
+        "rope_fast_turns": "beta_fast",
     },
     fixed={
         **SAME_AS_LLAMA,
@@ -280,6 +292,23 @@ FLAVORS = {
         route_scale=2.5,
         q_lora_rank=1536,
     ),
+    # Kimi K2 (https://arxiv.org/abs/2507.20534, table 2), as trained on 4,096 tokens; epsilon and
+    # base from its config.json
+    "kimi-k2-1T": DeepSeekV3Sizes(
+        dim=7168,
+        n_layers=61,
+        n_heads=64,
+        hidden_dim=18_432,
+        vocab_size=163_840,
+        n_dense_layers=1,
+        n_experts=384,
+        n_active_experts=8,
+        expert_hidden_dim=2048,
+        route_scale=2.827,
+        q_lora_rank=1536,
+        norm_eps=1e-5,
+        rope_theta=50_000.0,
+    ),
 }
 
 # torchtitan v0.2.2's flavors are other models: but for 671B they have softmax scores without
@@ -321,6 +350,11 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
             f"model.v_head_dim = {sizes.v_head_dim}: must not exceed the width of a head's key,"
             f" qk_nope_head_dim + qk_rope_head_dim = {sizes.head_width}."
         )
+    yield from check_dense_layers(sizes)
+
+
+def check_dense_layers(sizes: Any) -> Iterator[ConfigError]:
+    """Reject more blocks without experts than there are."""
     if sizes.n_dense_layers > sizes.n_layers:
         yield ConfigError(
             f"model.n_dense_layers = {sizes.n_dense_layers}: must not exceed model.n_layers ="

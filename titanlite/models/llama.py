@@ -34,7 +34,7 @@ class LlamaSizes:
     rope_theta: size.RopeTheta = 1_000_000.0
 
     # class attributes, not fields: of the families that do not have these keys
-    head_dim = window = full_attention_every = 0
+    head_dim = window = full_attention_every = n_dense_layers = 0
     qkv_bias = qk_norm = tied_embeddings = False
 
     @property
@@ -157,7 +157,8 @@ class Llama(Decoder):
 
     def __init__(self, sizes: Any):  # LlamaSizes, with what a family adds
         def build_block(index: int) -> nn.Module:
-            return TransformerBlock(sizes, Attention(sizes, index), sizes.experts)
+            experts = sizes.experts if index >= sizes.n_dense_layers else None
+            return TransformerBlock(sizes, Attention(sizes, index), experts)
 
         super().__init__(sizes, build_block, sizes.rotary_of)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from titanlite.errors import CheckpointError
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
-from titanlite.settings import Range
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class MistralSizes(LlamaSizes):
     vocab_size: size.VocabSize = 32_768
     head_dim: size.HeadDim = 0
     norm_eps: size.NormEps = 1e-5
-    window: Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"] = 0
+    window: size.Window = 0
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------

@@ -11,8 +11,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Extension of a trained context that divides all frequencies by `factor`."""
+
+    factor: float
+
+    rotary_factor = 1.0
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Radians per position [K/2] for the longer context."""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's extension of a trained context: divides low frequencies by `factor`."""
+
+    rotary_factor = 1.0
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -29,7 +44,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2) with the constants of DeepSeek-V3.
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2); defaults as in DeepSeek-V3.
 
     Pairs that turn at least `fast_turns` times over the original context are unchanged, those that
     turn at most `slow_turns` times are divided by `factor`, with a linear blend between.
@@ -39,6 +54,7 @@ class YarnScaling:
     fast_turns: float = 32.0
     slow_turns: float = 1.0
     original_context: int = 4096  # tokens
+    rotary_factor: float = 1.0  # of cosines and sines; DeepSeek-V3 multiplies scores instead
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Radians per position [K/2] for the longer context."""
@@ -58,10 +74,15 @@ class YarnScaling:
     @property
     def score_factor(self) -> float:
         """What attention scores are multiplied by (section 3.4), as DeepSeek-V3 does."""
-        return (0.1 * math.log(self.factor) + 1.0) ** 2
+        return yarn_factor(self.factor) ** 2
 
 
-RopeScaling = Llama3Scaling | YarnScaling
+def yarn_factor(factor: float) -> float:
+    """What YaRN multiplies queries and keys by (section 3.4); `factor`: of the context."""
+    return 0.1 * math.log(factor) + 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @cache  # every forward needs it, and at a copy from pageable memory the host waits for the GPU
@@ -85,7 +106,9 @@ def rope_cos_sin(
     frequencies = rope_frequencies(positions.device, head_dim, theta, scaling)
     angles = positions.unsqueeze(-1).float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    if scaling is None or scaling.rotary_factor == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scaling.rotary_factor, angles.sin() * scaling.rotary_factor
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ TiedEmbeddings = Annotated[bool, "the output layer shares its weights with the e
 Experts = Annotated[int, Range(1), "routed experts per block"]
 ActiveExperts = Annotated[int, Range(1), "routed experts that compute a token"]
 ExpertHiddenDim = Annotated[int, Range(1), "width of the hidden layer of one expert"]
+Window = Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"]
 FullAttentionEvery = Annotated[
     int, Range(0), "every n-th block attends to all tokens, the others to model.window; 0: none"
 ]

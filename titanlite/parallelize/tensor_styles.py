@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.models import OutputLayer, Vocabulary
-from titanlite.models.decoder import PositionEmbedding, look_up
+from titanlite.models.decoder import PositionEmbedding, ZeroCentredNorm, look_up
 from titanlite.models.loss import select_label_logit
 from titanlite.parallelize.compile import replace_forward
 
@@ -80,6 +80,8 @@ def distribute_parameter(
 def normalize_locally(norm: nn.RMSNorm | nn.LayerNorm, tp: DeviceMesh, x: Tensor) -> Tensor:
     """RMSNorm or LayerNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K]."""
     weight = replicated_local(norm.weight)
+    if isinstance(norm, ZeroCentredNorm):
+        return norm.normalize(x, weight)
     if isinstance(norm, nn.RMSNorm):
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
     bias = None if norm.bias is None else replicated_local(norm.bias)
