@@ -10,8 +10,10 @@ commands:
   to-hf   write a folder for transformers' AutoModelForCausalLM and AutoTokenizer
   from-hf write a checkpoint with only weights from a Hugging Face folder, for
           checkpoint.initial_load_path and scripts/generate.py
+  average write a checkpoint with only weights: the mean of the weights of several checkpoints, or
+          of one the average that its run kept ([weight_average])
 
-to-hf and from-hf have at most one shard in memory at a time.
+to-hf and from-hf have at most one shard in memory at a time, average one tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ from titanlite.checkpoint import (
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
 from titanlite.log import configure_log, log_waiting, pluralize
 from titanlite.storage import StorageFolder, is_url
-from titanlite_lab.checkpoints import find_newest_checkpoint, from_hugging_face
+from titanlite_lab.checkpoints import (
+    average_checkpoints,
+    find_newest_checkpoint,
+    from_hugging_face,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,6 +92,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add(
         "from-hf", import_folder, "a Hugging Face folder with config.json and safetensors"
     ).add_argument("out", help="a new folder")
+    average = commands.add_parser("average")
+    average.add_argument(
+        "folders", nargs="+", help=f"{run_folder} (a run: its newest valid checkpoint)"
+    )
+    average.add_argument("--out", required=True, help="a new folder, best named step-N")
+    average.set_defaults(run=average_folders)
     return parser.parse_args(argv)
 
 
@@ -192,6 +204,13 @@ def remove_checkpoint(folder: StorageFolder) -> int:
         raise CheckpointError(f"{folder}: does not exist.")
     folder.remove(delete_first="manifest.json")
     print(f"{folder}: removed")
+    return EXIT_DONE
+
+
+def average_folders(args: argparse.Namespace) -> int:
+    sources = [find_newest_checkpoint(StorageFolder(folder)) for folder in args.folders]
+    out = StorageFolder(args.out)
+    print(f"{out}: {average_checkpoints(sources, out)}")
     return EXIT_DONE
 
 

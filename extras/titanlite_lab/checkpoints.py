@@ -1,31 +1,41 @@
-"""The newest checkpoint of a run, and a checkpoint made from a Hugging Face folder."""
+"""The newest checkpoint of a run, and checkpoints made from a Hugging Face folder or others."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titanlite.checkpoint import CheckpointManifest, list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.huggingface import (
+    PUBLISHED_FILE,
     TOKENIZER_FILE,
     HuggingFaceFolder,
     open_hugging_face,
     read_published_facts,
 )
 from titanlite.checkpoint.manifest import (
+    DTYPE_OF_NAME,
     MANIFEST_FILE,
+    check_hashes,
     software_versions,
     write_checkpoint_manifest,
 )
+from titanlite.checkpoint.saved_model import describe_saved_model
+from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
 from titanlite.data import Tokenizer, open_tokenizer
+from titanlite.data.open_tokenizer import TOKENIZER_FILES
 from titanlite.errors import CheckpointError, DataError
 from titanlite.log import logger
 from titanlite.models import ModelConfig
 from titanlite.storage import StorageFolder
+
+KEPT_FILES = {PUBLISHED_FILE, *TOKENIZER_FILES}  # beside the tensors of a checkpoint
 
 
 def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
@@ -101,6 +111,64 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
         load=lambda name: source.read(name.removeprefix("model.")).float(),
     )
     return manifests[0]
+
+
+def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) -> str:
+    """Write a model-only checkpoint: the mean of the weights of several, or the average in one.
+
+    With one checkpoint, of a run with [weight_average], its average. The mean is computed in fp64
+    and stored in fp32, one tensor at a time; job, tokenizer and step are those of the last
+    checkpoint. Returns what was averaged. Raises CheckpointError, also if the models differ.
+    """
+    if out.sizes() or out.folders():
+        raise CheckpointError(
+            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
+        )
+    started = time.monotonic()
+    saved = [(folder, read_checkpoint_manifest(folder)) for folder in sources]
+    models = [describe_saved_model(*pair) for pair in saved]
+    last, manifest = saved[-1]
+    part = "average" if len(saved) == 1 else "model"
+    for folder, model in zip(sources, models, strict=True):
+        if model != models[-1]:
+            raise CheckpointError(f"{folder}: has another model than {last}.")
+    if not manifest.has(part):
+        raise CheckpointError(
+            f"{last}: has no average of the weights.",
+            fix="Give several checkpoints, or train with weight_average.decay.",
+        )
+    small = [name for name in manifest.files if name in KEPT_FILES]
+    check_hashes(last, manifest, small)
+    names = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
+    shapes = {name: list(manifest.tensors[f"model.{name}"].shape) for name in sorted(names)}
+
+    def load(name: str) -> Tensor:
+        name = name.removeprefix("model.")
+        total = torch.zeros(shapes[name], dtype=torch.float64)
+        for folder, of_folder in saved:
+            dtype = DTYPE_OF_NAME[of_folder.tensors[f"{part}.{name}"].dtype]
+            tensor = torch.empty(shapes[name], dtype=dtype)
+            read_tensors(folder, {part: {name: tensor}}, no_dist=True)
+            total += tensor
+        return (total / len(saved)).float()
+
+    def commit(files, tensors) -> None:
+        kept = {name: last.read(name) for name in small}
+        averaged = dataclasses.replace(
+            manifest,
+            progress={},
+            files=files | write_small_files(out, kept),
+            tensors=tensors,
+            versions=software_versions(),
+            seconds=time.monotonic() - started,
+            lease=0,
+        )
+        write_checkpoint_manifest(out, averaged)
+
+    meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    write_tensors(out, {"model": meta}, CollectiveSave(), commit, load=load)
+    several = f"the mean of the weights of {len(saved)} checkpoints"
+    return f"the average in {last}" if part == "average" else several
 
 
 def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -103,12 +103,14 @@ def _numerics_of(job: Job) -> Numerics:
         matmuls = "float8"
     elif transforms.compute_dtype.itemsize == 2:
         matmuls = "bfloat16"
+    average = job.config.weight_average
     return Numerics(
         matmuls=matmuls,
         parameter_bytes=parameters,
         gathered_bytes=transforms.compute_dtype.itemsize,
         gradient_bytes=parameters,
         state_bytes=_state_bytes_per_element(job),
+        average_bytes=4 if average.decay and not average.offload else 0,
         activation_bytes=transforms.compute_dtype.itemsize,
         float8_gather=matmuls == "float8" and float8.enable_fsdp_float8_all_gather,
         float8_rowwise=float8.recipe_name not in (None, "", "tensorwise"),

@@ -98,6 +98,7 @@ class Numerics:
     gathered_bytes: float = 2  # parameters as FSDP gathers them, or a working copy of them
     gradient_bytes: float = 4
     state_bytes: float = 8  # of the optimizer, per parameter element
+    average_bytes: float = 0  # of an average of the weights, per parameter element
     activation_bytes: float = 2
     reduce_bytes: float = 4  # gradients while they are reduced
     float8_gather: bool = False  # parameters and activations are gathered in float8

@@ -11,10 +11,10 @@ from titanlite.storage import StorageFolder
 
 
 def open_checkpointer(
-    folder, *, properties=None, layout="", check_lease=None, **config
+    folder, *, properties=None, job=None, layout="", check_lease=None, **config
 ) -> Checkpointer:
     """A checkpointer of a job without properties, unless they are given."""
-    options = {"properties": properties or {}, "job": {}, "layout": layout}
+    options = {"properties": properties or {}, "job": job or {}, "layout": layout}
     if check_lease:
         options["check_lease"] = check_lease
     return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **options)

@@ -52,7 +52,8 @@ ONE_GPU = {  # name -> settings
     "offload, Float8 scales": f"{OFFLOAD} {FLOAT8_SCALES}",
     "Float8 scales, compile": f"{FLOAT8_SCALES} {COMPILE}",
     "compile, memory budget": f"{COMPILE} activation_checkpoint.mode=memory_budget",
-    "compile, documents, accumulation": f"{COMPILE} {DOCUMENTS} training.global_batch_size=4",
+    "compile, documents, accumulation, average": f"{COMPILE} {DOCUMENTS}"
+    " training.global_batch_size=4 weight_average.decay=0.9",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
@@ -33,7 +33,7 @@ from titanlite.checkpoint.manifest import (
     software_versions,
     write_checkpoint_manifest,
 )
-from titanlite.checkpoint.model_state import HostStaging, State, model_and_optimizer_state
+from titanlite.checkpoint.model_state import AVERAGE, HostStaging, State, model_and_optimizer_state
 from titanlite.checkpoint.step_folders import StepFolders
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
@@ -160,6 +160,7 @@ class Checkpointer:
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         progress: dict[str, Any],
+        average: Mapping[str, Tensor] | None = None,
         final: bool = False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -168,14 +169,15 @@ class Checkpointer:
         The caller may change the tensors after `save` returns: the blocking mode has written them,
         and an asynchronous mode copies them before any later change.
 
-        `final`: `step` is training.steps, so the `last_save_*` settings apply.
+        `average`: of the weights, by their names. `final`: `step` is training.steps, so the
+        `last_save_*` settings apply.
         `before_commit` is called on the rank that commits, perhaps in another thread, when all
         files but the manifest are on the disk: it writes what must not be older than the
         checkpoint.
         """
         assert self._save is None, "the previous save must be waited for first"
         started, self.last_step = time.monotonic(), step
-        state = self._state_to_save(model, optimizers, final)
+        state = self._state_to_save(model, optimizers, average, final)
         folder = self.step_folders.of_step(step)
 
         def commit(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]) -> None:
@@ -244,14 +246,21 @@ class Checkpointer:
         return SaveResult(save.step, save.folder, save.seconds, blocked, problem)
 
     def _state_to_save(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], final: bool
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        average: Mapping[str, Tensor] | None,
+        final: bool,
     ) -> State:
+        parts: State = {AVERAGE: dict(average)} if average else {}
         if not (final and self.config.last_save_model_only):
-            return model_and_optimizer_state(model, optimizers)
-        dtype, weights = self._export_dtype, model_and_optimizer_state(model)["model"]
+            return model_and_optimizer_state(model, optimizers) | parts
+        parts |= model_and_optimizer_state(model)
         buffers = {name for name, _ in model.named_buffers()}  # fp32 in every precision
-        converted = {n: value if n in buffers else value.to(dtype) for n, value in weights.items()}
-        return {"model": converted}
+        return {
+            part: {n: v if n in buffers else v.to(self._export_dtype) for n, v in tensors.items()}
+            for part, tensors in parts.items()
+        }
 
     def _after_commit(self, folder: StorageFolder, final: bool) -> None:
         """Remove surplus checkpoints and export the last one; on rank 0, after a commit."""
@@ -299,6 +308,7 @@ class Checkpointer:
         optimizers: Iterable[torch.optim.Optimizer],
         required: dict[str, Any],
         *,
+        average: Mapping[str, Tensor] | None = None,
         finished_at: float = math.inf,
         completely: bool = False,
     ) -> dict[str, Any] | None:
@@ -307,7 +317,8 @@ class Checkpointer:
         Returns None if the run starts from the weights of another run. `required`: the properties
         that the checkpoint must have, see `Job.properties_to_check`. A run that ended at step
         `finished_at` needs no optimizer state. `completely`: to roll back, where
-        checkpoint.exclude_from_loading does not apply, because it is for starts.
+        checkpoint.exclude_from_loading does not apply, because it is for starts. Reads `average`,
+        too, if the checkpoint has one.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
@@ -339,6 +350,8 @@ class Checkpointer:
                 fix="Use an earlier checkpoint (checkpoint.load_step), or start the optimizer state"
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
+        if average and manifest.has(AVERAGE) and not model_only:
+            state[AVERAGE] = dict(average)
         if required.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)

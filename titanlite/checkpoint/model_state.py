@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.host_memory import HostMemory, PinnedMemory
 
-State = dict[str, dict[str, Any]]  # "model" or "optimizer" -> name -> tensor
+State = dict[str, dict[str, Any]]  # "model", "optimizer" or AVERAGE -> name -> tensor
+AVERAGE = "average"  # of the weights
 
 # Flattened, so that optimizer state is keyed by parameter name, whatever its param groups are.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -15,6 +15,7 @@ from titanlite.parallelize.compile import describe_compilation
 from titanlite.training import periodic
 from titanlite.training.run import Run
 from titanlite.training.validation import ValidationResult, validate, validation_samples
+from titanlite.training.weight_average import average_of
 
 
 def add_periodic_actions(
@@ -25,6 +26,7 @@ def add_periodic_actions(
 ) -> Run:
     """The run with its actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
+    average = average_of(state)
 
     def set_timeouts(name: str) -> None:
         seconds = getattr(config.comm, name)
@@ -39,15 +41,15 @@ def add_periodic_actions(
         if first:  # compiles graphs of its own
             set_timeouts("init_timeout_seconds")
         for data in validation_sets:
-            results[data.name] = validate(
-                run.engine,
-                data,
-                validation_samples(config.validation, data, job.global_batch),
-                config.validation.local_batch_size,
-                run.step_settings.mesh,
-                run.device,
-                partial(run.watchdog.set_phase, step),
-            )
+            samples = validation_samples(config.validation, data, job.global_batch)
+            local_batch, mesh = config.validation.local_batch_size, run.step_settings.mesh
+            set_phase = partial(run.watchdog.set_phase, step)
+            of_set = run.engine, data, samples, local_batch, mesh, run.device, set_phase
+            measure = partial(validate, *of_set)
+            results[data.name] = measure()
+            if average and config.weight_average.validate:
+                with average.in_use():
+                    results[f"{data.name}, average"] = measure()
         if first and step > began:  # else the first step, which compiles, is still to come
             set_timeouts("train_timeout_seconds")
         return results

@@ -65,6 +65,7 @@ from titanlite.training.engine import build_engine
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
 from titanlite.training.step import StepSettings
+from titanlite.training.weight_average import PART, WeightAverage, average_of
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,8 @@ def build_state(
     if job.config.guard.nonfinite != "off":
         parts["guard"] = StepJudge(job.config.guard, device, mesh.tp)
         # what the guard saves is the state of its judge
+    if job.config.weight_average.decay:
+        parts[PART] = WeightAverage(sharded.model, job.config.weight_average, counters)
     if job.config.metrics.noise_scale_freq:
         parts["noise_scale"] = NoiseScale()
     if job.spec.experts(job.sizes) is not None:
@@ -271,7 +274,9 @@ def build_step_settings(
         adaptive = adaptive_clip(state.model.named_parameters(), training.adaptive_clip_factor)
     judge = state.parts.get("guard")
     accepts = judge.judge if isinstance(judge, StepJudge) else None
-    return StepSettings(mesh, training.clip_norm, in_backward, adaptive, accepts)
+    average = average_of(state)
+    hooks = (average,) if average else ()
+    return StepSettings(mesh, training.clip_norm, in_backward, adaptive, accepts, hooks)
 
 
 def add_meters(
@@ -291,8 +296,9 @@ def add_meters(
         stream,
     )
     meters = [meter for build in METERS if (meter := build(metered))]
-    hooks = tuple(meter.hook for meter in meters if meter.hook)
-    settings = dataclasses.replace(run.step_settings, hooks=hooks)
+    hooks = [meter.hook for meter in meters if meter.hook]
+    settings = run.step_settings
+    settings = dataclasses.replace(settings, hooks=(*settings.hooks, *hooks))
     actions = tuple(meter.action for meter in meters)
     return dataclasses.replace(run, step_settings=settings, actions=actions)
 

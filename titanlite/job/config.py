@@ -25,6 +25,7 @@ from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_f
 from titanlite.settings import NotNegative, Positive, Range
 from titanlite.training.config import TrainingConfig
 from titanlite.training.validation import ValidationConfig
+from titanlite.training.weight_average import WeightAverageConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class JobConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig.of)
     mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    weight_average: WeightAverageConfig = field(default_factory=WeightAverageConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(
@@ -94,12 +96,13 @@ class JobConfig:
 # Sections and keys that decide what a step computes or what the guard does.
 _MATHEMATICS = (
     *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
-    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed"),
+    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed", "weight_average"),
 )
 _NO_MATHEMATICS = (  # keys of these sections that do not
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
     *("optimizer.implementation", "optimizer.offload", "optimizer.early_step_in_backward"),
     *("loss.chunk_tokens", "model.print_after_conversion"),
+    *("weight_average.offload", "weight_average.validate"),
 )
 
 

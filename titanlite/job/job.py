@@ -217,6 +217,7 @@ class Job:
             "optimizer": str(config.optimizer),
             "schedule": str(self.rate_schedule),
             "guard": str(config.guard),
+            "average": str(config.weight_average) if config.weight_average.decay else "",
             "precision": f"compute {compute}{emulated}, reduce fp32,"
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",

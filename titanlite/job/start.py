@@ -18,6 +18,7 @@ from titanlite.log import logger
 from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter, measure_matmul_flops
 from titanlite.runtime import RunFolderLock
 from titanlite.training.state import Counters, TrainState
+from titanlite.training.weight_average import average_of
 
 
 def log_start(job: Job, rank: int) -> None:
@@ -63,11 +64,13 @@ def restore(
 
     `completely`: ignore checkpoint.exclude_from_loading, which applies to starts only.
     """
+    average = average_of(state)
     progress = checkpointer.load(
         found,
         state.model,
         state.optimizer,
         job.properties_to_check(stream),
+        average=average.tensors if average else None,
         finished_at=job.config.training.steps,
         completely=completely,
     )

@@ -15,6 +15,7 @@ from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult
 from titanlite.training.validation import ValidationResult
+from titanlite.training.weight_average import average_of
 
 
 @dataclass(frozen=True)
@@ -206,11 +207,13 @@ def save_checkpoints(
 
     def save(info: StepInfo) -> None:
         finish_save(checkpointer, sinks)  # at most one save is in flight
+        average = average_of(state)
         checkpointer.save(
             info.step,
             state.model,
             state.optimizer,
             progress=state.progress(),
+            average=average.current() if average else None,
             final=info.is_last,
             before_commit=sinks.sync,  # so metrics up to this step reach the disk first
         )

@@ -138,6 +138,7 @@ class RankParts:
         state = total.state - self.copy.state + self._owned_state()
         if self.workload.offload_optimizer:
             state = 0.0
+        state += total.stored * numerics.average_bytes
         if self.layout.sharded == "parameters":
             # the copy's gradient is freed, unless FSDP has reduced it together with the norm's
             alone = not self.uses_fsdp or any(

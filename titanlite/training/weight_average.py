@@ -1,0 +1,131 @@
+"""[weight_average]: an average of the weights over the steps of a run, beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.checkpoint import model_and_optimizer_state
+from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.host_memory import pin_in_place
+from titanlite.optim.shards import sharded_zeros
+from titanlite.settings import NotNegative, Positive, Range
+from titanlite.training.state import Counters, TrainState
+from titanlite.training.step import StepHook, StepResult
+
+PART = "weight_average"  # of a checkpoint's progress
+
+
+@dataclass(frozen=True)
+class WeightAverageConfig:
+    """[weight_average] An average of the weights in fp32, which checkpoints keep as well."""
+
+    decay: Annotated[float, Range(0, 1)] = 0.0
+    # of an exponential moving average, per averaged step; 1: the mean of all of them; 0: no average
+    start_step: NotNegative = 0  # average the weights after later steps
+    freq: Positive = 1  # average every so many steps
+    validate: bool = False  # each validation measures the average, too
+    offload: bool = False  # keep it in host memory; each update waits for the device
+
+    def __str__(self) -> str:
+        kind = "mean of the weights" if self.decay == 1 else f"of the weights, decay {self.decay:g}"
+        start = f" after step {self.start_step}" * (self.start_step > 0)
+        return f"{kind}{start}{f', every {self.freq} steps' * (self.freq > 1)}"
+
+
+class WeightAverage(StepHook):
+    """Averages every weight, and every saved buffer, of this rank's shards.
+
+    The n-th averaged weights count 1/n, but at least 1 - decay: first a mean, so that the initial
+    weights count no more than others, and then an exponential moving average. Steps that do not
+    update the weights, because they are skipped, are left out.
+    """
+
+    def __init__(self, model: nn.Module, config: WeightAverageConfig, counters: Counters):
+        self._config, self._counters = config, counters
+        self._weights = model_and_optimizer_state(model)["model"]
+        averages: dict[int | str, Tensor] = {}  # by address: tied weights have two names
+        self.tensors: dict[str, Tensor] = {}
+        for name, weight in self._weights.items():
+            key = local_shard(weight).data_ptr() or name  # 0: this rank's shard is empty
+            if key not in averages:
+                averages[key] = self._allocate(weight)
+            self.tensors[name] = averages[key]
+        device = next(iter(self._weights.values())).device
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _allocate(self, weight: Tensor) -> Tensor:
+        average = sharded_zeros(weight, torch.float32)
+        if not self._config.offload:
+            return average
+        average = average.to("cpu")
+        if local_shard(weight).is_cuda:
+            pin_in_place(average, "weight_average.offload = false")
+        return average
+
+    @torch.no_grad()
+    def after_update(self, result: StepResult) -> None:
+        """See `StepHook`; on the device, without a wait, unless the average is offloaded."""
+        step = self._counters.step + 1  # the counters advance later
+        if step <= self._config.start_step or step % self._config.freq:
+            return
+        accept = torch.ones_like(self._updates, dtype=torch.bool)
+        accept = accept if result.accept is None else result.accept.to(accept.device)
+        self._updates += accept
+        share = (1 / self._updates).clamp(min=1 - self._config.decay)
+        share = torch.where(accept, share, 0.0)  # 0 changes no bit of the average
+        for average, weight in self._pairs():
+            average.lerp_(weight.to(average.device, torch.float32), share.to(average.device))
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's shards of each average and of its weight, once."""
+        names = {id(average): name for name, average in self.tensors.items()}
+        for name in names.values():
+            yield local_shard(self.tensors[name]), local_shard(self._weights[name])
+
+    @torch.no_grad()
+    def current(self) -> Mapping[str, Tensor]:
+        """The average, or, before the first one, the weights; waits for the device."""
+        if not self._updates:
+            for average, weight in self._pairs():
+                average.copy_(weight)
+        return self.tensors
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use the average as the weights in the block, with a copy of the weights meanwhile."""
+        self.current()
+        with torch.no_grad():
+            originals = [weight.clone() for _, weight in self._pairs()]
+            for average, weight in self._pairs():
+                weight.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, weight), original in zip(self._pairs(), originals, strict=True):
+                    weight.copy_(original)
+
+    # --- `SavedPart`: the tensors are saved with those of the model -------------------------------
+
+    def state(self) -> Any:
+        """The number of averaged steps; waits for the device."""
+        return int(self._updates)
+
+    def restore(self, state: Any) -> None:
+        """Restore the number of averaged steps; None: none."""
+        if state is not None and (type(state) is not int or state < 0):
+            raise ValueError(f"{PART} = {state!r:.80}: must be a number of steps")
+        self._updates.fill_(state or 0)
+
+
+def average_of(state: TrainState) -> WeightAverage | None:
+    """The average of a run's weights; None: it has none."""
+    part = state.parts.get(PART)
+    assert part is None or isinstance(part, WeightAverage)
+    return part
