@@ -225,7 +225,7 @@ class _RankTraffic:
             self._add("tensor", "all-gather", count * 2 * blocks, heads)
         self._add("tensor", "all-gather", count * gathers, hidden)
         self._add("tensor", "reduce-scatter", count * scatters, hidden)
-        norms = 2 * blocks + sum(stage.norm for stage in self.stages)
+        norms = model.norms_per_block * blocks + sum(stage.norm for stage in self.stages)
         vectors = norms * (2 if model.biases is True else 1)
         self._add("tensor", "all-reduce", count * vectors, model.dim * FP32)
         if model.positions and any(stage.embedding for stage in self.stages):

@@ -80,9 +80,28 @@ class ZeroCentredNorm(nn.RMSNorm):
         return self.normalize(x, self.weight)
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The norm with another weight [D], in fp32: in bf16, 1 + weight would be rounded."""
-        factor = 1 + weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
+        """The norm with another weight [D]."""
+        return _ZeroCentredNorm.apply(x, weight, self.eps)
+
+
+class _ZeroCentredNorm(torch.autograd.Function):
+    """In fp32, because 1 + weight would be rounded in bf16, but saves x in its dtype."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * (1 + weight.float())).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normalized, grad = x.float() * scale, grad.float()
+        weight_grad = (grad * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * (1 + weight.float())
+        inner = (grad * normalized).mean(-1, keepdim=True)
+        return (scale * (grad - normalized * inner)).to(x.dtype), weight_grad, None
 
 
 class FeedForward(nn.Module):

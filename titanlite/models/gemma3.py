@@ -62,6 +62,11 @@ class Gemma3Attention(Attention):
         return q if self.query_factor == 1 else q * self.query_factor, k
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its approximation by tanh."""
+    return F.gelu(x, approximate="tanh")
+
+
 class Gemma3Block(nn.Module):
     """Attention and feed-forward, each between two norms and added to the residual stream."""
 
@@ -71,8 +76,7 @@ class Gemma3Block(nn.Module):
         self.attention_norm, self.attention_out_norm = norm(), norm()
         self.attention = Gemma3Attention(sizes, block)
         self.ffn_norm, self.ffn_out_norm = norm(), norm()
-        gelu = partial(F.gelu, approximate="tanh")
-        self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim, gelu)
+        self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim, gelu_tanh)
 
     def forward(
         self,

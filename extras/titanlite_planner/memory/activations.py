@@ -157,7 +157,7 @@ class BlockActivations:
         if self.experts:
             feed_forward = self.experts.saved
         return (
-            2 * (self.residual + self.norm_extra)
+            self.workload.model.norms_per_block * (self.residual + self.norm_extra)
             + self.normed
             + self.query
             + 2 * self.key

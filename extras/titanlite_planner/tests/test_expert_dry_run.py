@@ -89,6 +89,7 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
                 "--activation_checkpoint.mode=full",
             ],
         ),
+        ("gemma3", ["--parallelism.tensor_parallel_degree=2"]),  # four norms in a block
         (
             "deepseek_v3",
             [
