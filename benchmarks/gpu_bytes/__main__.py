@@ -6,7 +6,8 @@ The step of rank 0 is traced at its real size with tensors that have no values. 
 compiles is compiled for the target GPU, so kernels, bytes and machine instructions are counted in
 the code that would run. Times follow from the counts and from rates that were measured on such
 GPUs (titanlite_planner/time): they are predictions. A part takes as long as its bytes or its
-instructions need, whichever is longer, and its matmuls and attention.
+instructions need, whichever is longer, and its matmuls and attention. "minimum": the GB that it
+must at least read and write beside these; see MinimumBytes.
 
 It needs g++, and for what is compiled Triton (pip install triton; the CPU builds of torch do not
 bring it), but no GPU.

@@ -112,7 +112,7 @@ def print_step(
 
 def counts(step: Step) -> dict[str, Any]:
     """The counts of a step, which do not depend on the speed of a GPU."""
-    numbers = ("kernels", "read", "written", "instructions", "flops")
+    numbers = ("kernels", "read", "written", "minimum", "instructions", "flops")
     parts = {
         name: {number: getattr(work, number) for number in numbers}
         for name, work in sorted(step.parts.items())
@@ -122,7 +122,7 @@ def counts(step: Step) -> dict[str, Any]:
 
 def table(step: Step, kernels: KernelTimes) -> list[str]:
     """A line for each part, and the sum."""
-    titles = ("part", "kernels", "GB", "G instr.", "TFLOP")
+    titles = ("part", "kernels", "GB", "minimum", "G instr.", "TFLOP")
     times = ("ms bytes", "instr.", "matmuls", "attention", "ms")
     lines = [f"{titles[0]:20s}" + "".join(f"{title:>10s}" for title in (*titles[1:], *times))]
     whole = Work()
@@ -141,7 +141,7 @@ def _columns(times: Times) -> tuple[float, float, float, float]:
 
 def _line(name: str, work: Work, times: Times, total: float | None = None) -> str:
     counts = (
-        f"{work.kernels:10,d}{work.bytes / 1e9:10.2f}"
+        f"{work.kernels:10,d}{work.bytes / 1e9:10.2f}{work.minimum / 1e9:10.2f}"
         f"{work.instructions / 1e9:10.2f}{work.flops / 1e12:10.2f}"
     )
     columns = (*_columns(times), times.total if total is None else total)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_bytes.fake_cuda import Trace, fake_cuda
+from benchmarks.gpu_bytes.minimum import MinimumBytes
 from benchmarks.gpu_bytes.traced_run import trace_run
 from benchmarks.gpu_bytes.work import Attention, CompiledGraph, Matmul, Work, describe_call
+from titanlite.parallelize import weight_init
 
 STEADY_STEP = 2  # the first compiles and allocates, the last logs
 PART_OF_FILE = (  # the innermost Python frame in one of these files names the part; of a graph,
@@ -65,7 +68,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, step: Step, position: Callable[[], tuple[int, str]]):
         super().__init__()
         self.step, self.position = step, position
-        self.in_graph = 0
+        self.minimum = MinimumBytes()
+        self.graph_part = ""  # of the compiled graph that runs; "": none does
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,20 +81,29 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # DTensor and the like: then come the operators on what is inside
         output = operator(*args, **kwargs)
         number, phase = self.position()
-        if not self.in_graph and number == STEADY_STEP:
+        if number == STEADY_STEP:
             self._count(operator, args, kwargs, output, phase)
+        elif number > STEADY_STEP:
+            self.minimum.end_step()
         return output
 
     def _count(self, operator: Any, args: Any, kwargs: Any, output: Any, phase: str) -> None:
         namespace, _, rest = operator.name().partition("::")
         name = rest.partition(".")[0]
-        if name in UNCOUNTED or namespace in ("prim", "prims") or namespace.startswith("c10d"):
+        if name in UNCOUNTED or namespace == "prim":
             return
         read, written = _memory(operator, name, args, kwargs, output)
         if not read and not written:
             return
-        work = self.step.parts[part_of_call(phase)]
         call = describe_call(operator, args, kwargs, output)
+        part = self.graph_part or part_of_call(phase)
+        if call is not None or "c10d" in namespace:
+            self.minimum.outside(read, written)
+        elif not _is_view(operator, name, read, written):
+            self.minimum.kernel(part, read, written)
+        if self.graph_part or namespace == "prims" or namespace.startswith("c10d"):
+            return
+        work = self.step.parts[part]
         if isinstance(call, Matmul):
             work.matmuls[call] += 1
         elif isinstance(call, Attention):
@@ -103,18 +116,18 @@ class _Recorder(TorchDispatchMode):
 
         def run(arguments: list) -> Any:
             number, phase = self.position()
-            if number == STEADY_STEP and not self.in_graph:
+            outer, part = self.graph_part, self.graph_part or part_of_call(phase, graph)
+            if number == STEADY_STEP and not outer:
                 sizes = [t.numel() for t in arguments if isinstance(t, Tensor)]
                 scale = max(map(int, sizes), default=0) / max(graph.elements, 1)
-                part = part_of_call(phase, graph)
                 self.step.parts[part].add(graph.work, scale)
                 if phase.startswith("forward"):
                     self.step.saved_bytes += graph.saved_bytes
-            self.in_graph += 1
+            self.graph_part = part
             try:
                 result = forward(*arguments)
             finally:
-                self.in_graph -= 1
+                self.graph_part = outer
             arguments.clear()
             return result
 
@@ -172,6 +185,14 @@ def _memory(operator: Any, name: str, args: Any, kwargs: Any, output: Any) -> tu
     return read, written or on_device(output)
 
 
+def _is_view(operator: Any, name: str, read: list[Tensor], written: list[Tensor]) -> bool:
+    """Whether an operator gives its result the memory of an argument, and computes nothing."""
+    if operator._schema.is_mutable or name in GATHERING:
+        return False
+    inputs = {tensor.untyped_storage()._cdata for tensor in read}
+    return all(tensor.untyped_storage()._cdata in inputs for tensor in written)
+
+
 def trace_step(settings: list[str], ranks: int, capability: str) -> Step:
     """Train a job for three steps as rank 0 of `ranks` on a fake GPU; count the steady one.
 
@@ -185,7 +206,11 @@ def trace_step(settings: list[str], ranks: int, capability: str) -> Step:
             from benchmarks.gpu_bytes.compiled import compiling_graphs  # needs Triton
 
             stack.enter_context(compiling_graphs(capability, recorder.run_graph))
+        # weights have no values here; to draw those of 8B took most of the trace
+        stack.enter_context(mock.patch.object(weight_init, "_fill_normal"))
         stack.enter_context(recorder)
         result = trace_run(trace, settings, ranks)
+    for part, work in step.parts.items():
+        work.minimum = recorder.minimum.of_part[part]
     step.waits = result["waits"]
     return step

@@ -42,6 +42,7 @@ class Work:
     kernels: int = 0  # without matmuls and attention
     read: float = 0  # bytes of these kernels
     written: float = 0
+    minimum: float = 0  # of both: see MinimumBytes
     instructions: float = 0  # of warps
     matmuls: Counter[Matmul] = field(default_factory=Counter)
     attention: Counter[Attention] = field(default_factory=Counter)
@@ -59,7 +60,7 @@ class Work:
     def add(self, other: Work, scale: float = 1.0) -> None:
         """Add work that was executed on tensors that are `scale` times as large."""
         self.kernels += other.kernels
-        for name in ("read", "written", "instructions"):
+        for name in ("read", "written", "minimum", "instructions"):
             setattr(self, name, getattr(self, name) + scale * getattr(other, name))
         self.matmuls += other.matmuls
         self.attention += other.attention

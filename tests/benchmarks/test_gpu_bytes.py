@@ -14,12 +14,12 @@ from benchmarks.gpu_bytes.sass import count_instructions
 from benchmarks.gpu_bytes.targets import JOBS, read_page
 from conftest import HANG_SECONDS, ROOT
 
-DIM, BLOCKS, HIDDEN, VOCABULARY, TOKENS = 128, 2, 256, 1024, 512
+DIM, BLOCKS, HEADS, HIDDEN, VOCABULARY, TOKENS = 128, 2, 4, 256, 1024, 512
 TINY = {
     "model.dim": DIM,
     "model.n_layers": BLOCKS,
-    "model.n_heads": 4,
-    "model.n_kv_heads": 4,
+    "model.n_heads": HEADS,
+    "model.n_kv_heads": HEADS,
     "model.hidden_dim": HIDDEN,
     "model.vocab_size": VOCABULARY,
     "training.seq_len": TOKENS,
@@ -76,4 +76,19 @@ def test_the_counts_of_an_eager_step_are_those_of_its_operators(tmp_path):
     parameters = matrices + 2 * VOCABULARY * DIM + (2 * BLOCKS + 1) * DIM
     assert parts["clipping"]["read"] == pytest.approx(2 * parameters, rel=0.01)  # the norm
     assert parts["clipping"]["written"] < 0.01 * parameters
+    assert parts["optimizer"]["minimum"] == pytest.approx(14 * parameters, rel=0.01)  # of bf16
+    assert parts["blocks, forward"]["minimum"] == minimum_of_eager_blocks()
     assert step["waits"] == []
+
+
+def minimum_of_eager_blocks() -> int:
+    """Bytes that the kernels beside matmuls and attention of the tiny blocks must move, forward."""
+    wide, hidden = 2 * TOKENS * DIM, 2 * TOKENS * HIDDEN
+    # a norm: its result for a matmul; for backward its input and the normalized one in fp32, and
+    # the root mean squares; its weights
+    norm = wide + 2 * 2 * wide + 4 * TOKENS + 2 * DIM
+    rotary = 4 * wide  # queries and keys are read and written
+    swiglu = 2 * hidden + 2 * hidden  # with silu(w1 x) for backward
+    sums = 2 * wide  # read from two matmuls; their sums are the inputs that the norms save
+    ends = 2 * wide + 2 * 4 * TOKENS * DIM // HEADS  # with cosines and sines in fp32
+    return ends + BLOCKS * (2 * norm + rotary + swiglu + sums)
