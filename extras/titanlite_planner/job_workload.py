@@ -23,6 +23,9 @@ from titanlite_planner.workload import (
     Workload,
 )
 
+QUANTIZE_BYTES = {"rowwise": 5.3, "rowwise_with_gw_hp": 3.1}
+# of an element of an operand: what compiled blocks of 8B move more than in bf16, on Hopper; see
+# benchmarks/gpu_bytes.md
 OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; others are PyTorch's
 
 
@@ -39,6 +42,7 @@ def workload_of(job: Job) -> Workload:
         **_recomputation_of(job),
         loss_chunk_tokens=config.loss.chunk_tokens,
         compiled=config.compile.compiles("model"),
+        counted_kernels=True,
         fused_attention=True,
         overlap=Overlap(tensor=config.parallelism.enable_async_tensor_parallel),
         attention_kernel=_attention_kernel_of(job),
@@ -113,7 +117,7 @@ def _numerics_of(job: Job) -> Numerics:
         average_bytes=4 if average.decay and not average.offload else 0,
         activation_bytes=transforms.compute_dtype.itemsize,
         float8_gather=matmuls == "float8" and float8.enable_fsdp_float8_all_gather,
-        float8_rowwise=float8.recipe_name not in (None, "", "tensorwise"),
+        quantize_bytes=QUANTIZE_BYTES.get(float8.recipe_name or "", 0.0),
         reduce_bytes=REDUCE_DTYPE.itemsize,
     )
 

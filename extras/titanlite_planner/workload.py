@@ -104,7 +104,8 @@ class Numerics:
     float8_gather: bool = False  # parameters and activations are gathered in float8
     block_scales: bool = False  # a scale for each 16 or 32 elements (MXFP8, NVFP4)
     weights_quantized_once: bool = False  # in a step; otherwise in each micro-batch
-    float8_rowwise: bool = False  # a scale for each row, so that both layouts are quantized alone
+    quantize_bytes: float = 0.0
+    # to quantize an element of a Float8 operand; 0: what scales of whole tensors take
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ class Workload:
     step_in_backward: bool = False  # each parameter is updated, and its gradient freed, in backward
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
+    counted_kernels: bool = False
+    # of titanlite: they move what benchmarks/gpu_bytes.md counts. The efficiencies of GPUs were
+    # fitted to other frameworks without it
     fused_sums: bool = False  # the matmul of a weight's gradient adds it to that of other batches
     overlap: Overlap = field(default_factory=Overlap)
     exchange: ExpertExchange = field(default_factory=ExpertExchange)

@@ -70,6 +70,7 @@ class FrameworkFacts:
 # torchtitan and nanotron report what the allocator has reserved, BLOOM's log what nvidia-smi shows.
 # This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
+ROWWISE_BYTES = 10.0  # to quantize an element in both layouts, before torch 2.13 and CUDA 12.9
 # nvidia-smi shows, beside that, CUDA's context with all kernels and NCCL's buffers. Calibrated on
 # BLOOM's rows, whatever their size.
 PROCESS_GIB = 4.0
@@ -470,7 +471,7 @@ def _row_numerics(row: Row, facts: FrameworkFacts) -> Numerics:
         gradient_bytes=gradients,
         reduce_bytes=facts.reduce_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in text,
-        float8_rowwise="rowwise" in text,
+        quantize_bytes=ROWWISE_BYTES if "rowwise" in text else 0.0,
         block_scales=precision == "float4" or "mx" in text.split("(")[0],
         weights_quantized_once=facts.weights_quantized_once,
     )

@@ -64,14 +64,6 @@ def test_the_attention_kernel_is_the_one_that_the_gpu_is_expected_to_choose(sett
     assert workload(*argv, ranks=2).attention_kernel == kernel
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_float8_recipe_of_a_job(recipe):
-    converter = ["--model.converters", '["quantize.linear.float8"]']
-    numerics = workload(*converter, "--quantize.linear.float8.recipe_name", recipe).numerics
-    assert numerics.matmuls == "float8"
-    assert numerics.float8_rowwise == (recipe == "rowwise")
-
-
 def test_mxfp8_is_refused_and_not_estimated_as_float8():
     with pytest.raises(ConfigError, match='"mxfp8" cannot be estimated'):
         workload("--quantize.linear.float8.recipe_name", "mxfp8")

@@ -131,7 +131,7 @@ def test_the_recipe_of_float8_is_that_of_the_job_also_beside_bf16():
     request = request_of(precision="any", overrides=[*SMALL, *recipe])
     choice = next(c for c in all_candidates(request.space) if c.frame.precision == "float8")
     step = search_of(request).checked(choice)
-    assert step is not None and step.workload.numerics.float8_rowwise
+    assert step is not None and step.workload.numerics.quantize_bytes
     assert workload_of(step.job) == step.workload
     # "float8 gather" needs another recipe; the search goes on without it
     precisions = {step.choice.frame.precision for step in search_of(request).run().best}

@@ -6,10 +6,17 @@ import dataclasses
 
 import pytest
 
+from benchmarks.gpu_bytes.targets import JOBS, read_page
+from titanlite.job import read_job
 from titanlite.parallelize.schedule import build_schedule_order
 from titanlite_planner.accuracy.row_errors import model_flops
 from titanlite_planner.hardware import CPU, parse_gpus
+from titanlite_planner.job_workload import workload_of
 from titanlite_planner.model_shape import Experts, LatentAttention, ModelShape
+from titanlite_planner.time import experts as expert_times
+from titanlite_planner.time.block import block_kinds, block_passes, output_passes
+from titanlite_planner.time.block_case import block_case
+from titanlite_planner.time.collectives import CollectiveTimes
 from titanlite_planner.time.efficiency import efficiency_sets, find_efficiency
 from titanlite_planner.time.kernels import KERNEL_S, KernelTimes
 from titanlite_planner.time.pipeline import divide_layers, idle_seconds
@@ -75,7 +82,7 @@ def test_an_offloaded_optimizer_state_is_copied_to_the_gpu_and_back():
 def test_float8_makes_matmuls_faster_and_quantizes():
     numerics = Numerics(matmuls="float8")
     float8 = seconds(dataclasses.replace(BASE, numerics=numerics))
-    rowwise = dataclasses.replace(numerics, float8_rowwise=True)
+    rowwise = dataclasses.replace(numerics, quantize_bytes=10.0)
     assert float8.matmuls < seconds().matmuls
     assert float8.memory_bound > seconds().memory_bound
     assert seconds(dataclasses.replace(BASE, numerics=rowwise)).memory_bound > float8.memory_bound
@@ -298,3 +305,44 @@ def test_every_fraction_is_below_its_peak():
         values = dataclasses.asdict(efficiency).values()
         assert all(0.1 <= value <= 0.98 for value in values), name
     assert find_efficiency("MI300X") == efficiency_sets()["default"]
+
+
+def estimated_bytes(job: str, monkeypatch) -> dict[str, float]:
+    """What the planner estimates of a job of gpu_bytes.targets, by the beginnings of metrics."""
+    ranks, *settings = job.split()
+    data = ["--data.tokenizer=none", "--data.sources=[{name='any', path='any'}]"]
+    off = ["--data.validation=[]", "--validation.enable=false"]
+    workload = workload_of(read_job([*settings, *data, *off], int(ranks), here=False))
+    gpu = dataclasses.replace(H100.gpu, memory_gb_per_s=1e-9)  # a byte takes a second
+    efficiency = dataclasses.replace(find_efficiency("H100"), memory=1.0)
+    cluster = dataclasses.replace(H100, gpu=gpu)
+    case = block_case(
+        workload, KernelTimes(gpu, efficiency), CollectiveTimes(cluster.resized(0), efficiency)
+    )
+    monkeypatch.setattr(expert_times, "PERMUTED", 1.0)  # slower bytes, not more of them
+    block = block_passes(case, block_kinds(workload.model)[-1])
+    output = output_passes(case)
+    found = {
+        "GB a block": (block.forward.memory + block.backward.memory) / 1e9,
+        "bytes a logit": (output.forward.memory + output.backward.memory)
+        / (case.tokens * workload.model.vocab_size),
+        "bytes a bf16 parameter": estimate_step(workload, cluster, efficiency).optimizer
+        / model_parameters(workload.model),
+    }
+    if workload.model.experts:
+        forward = expert_times.expert_passes(case).forward.memory
+        found["bytes a token and dim"] = forward / case.tokens / workload.model.dim
+    return found
+
+
+@pytest.mark.parametrize("job", [job for job, metrics in JOBS.items() if len(metrics) > 1])
+def test_the_planner_estimates_the_bytes_that_were_counted(job, monkeypatch):
+    estimates, page = estimated_bytes(job, monkeypatch), read_page()
+    compared = {
+        metric.name: estimate
+        for metric in JOBS[job]
+        for beginning, estimate in estimates.items()
+        if metric.name.startswith(beginning)
+    }
+    counted = {name: page[name][0] for name in compared}
+    assert counted and compared == pytest.approx(counted, rel=0.15)

@@ -137,13 +137,17 @@ def _elementwise(case: BlockCase) -> Passes:
 
     Per token, tensors of the model's width that are read and written. Compiled: a norm with the
     residual sum before it reads two and writes two, and so does its backward. Eager: the norm 2 and
-    the sum 3; backward, the norm 3 and the sum of gradients 3.
+    the sum 3; backward, the norm 3 and the sum of gradients 3. Inductor (benchmarks/gpu_bytes.md):
+    backward reads the gradients of three matmuls, or of two, and its input, and reads both again
+    for the gradient of its weights; then the gradient of the sum, which it writes: 10 and 8.
     """
     model, (tensor, _, _, sequence_parallel) = case.model, case.layout
     wide = model.dim / (tensor if sequence_parallel else 1)
     heads = (model.n_heads + model.n_kv_heads) * model.head_dim / tensor
     rotary = 0 if model.positions else 2 if case.compiled else 6
     forward, backward = (8, 8) if case.compiled else (10, 12)
+    if case.compiled and case.counted_kernels:
+        backward = 18
     unit = case.tokens * case.numerics.activation_bytes
     launches = KERNELS[case.compiled] * (HOST_S if case.blocking_launches else KERNEL_S)
     memory = case.kernels.memory_bound
@@ -188,7 +192,8 @@ def output_passes(case: BlockCase) -> Passes:
     """The output layer and the loss.
 
     Bytes per logit beside the matmul's. Eager: a copy in fp32, log-softmax, its gradient, a copy in
-    the compute dtype. Compiled: one pass that reads, and one that overwrites them.
+    the compute dtype. Compiled: one pass that reads, and one that overwrites them. titanlite's loss
+    also scales the gradient of its weights.
     """
     model, tensor = case.model, case.layout[0]
     vocabulary = model.vocab_size / tensor
@@ -200,9 +205,10 @@ def output_passes(case: BlockCase) -> Passes:
     slower = kernels.unaligned(math.ceil(vocabulary), precision)
     logits = case.tokens * vocabulary
     read = (2, 4) if case.compiled else (16, 14)
+    summed = vocabulary * model.dim * case.output_grad_bytes
     passes = Passes(
         Seconds(matmul=forward * slower, memory=kernels.memory_bound(read[0] * logits)),
-        Seconds(matmul=backward * slower, memory=kernels.memory_bound(read[1] * logits)),
+        Seconds(matmul=backward * slower, memory=kernels.memory_bound(read[1] * logits + summed)),
     )
     if tensor == 1:
         return passes

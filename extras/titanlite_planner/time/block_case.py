@@ -78,6 +78,8 @@ class BlockCase:
     # under a memory budget: bytes that pointwise operations compute again, and the fraction of the
     # forward beyond them
     compiled: bool
+    counted_kernels: bool
+    output_grad_bytes: float  # to scale an element of the output weights' gradient
     fused_attention: bool
     attention_kernel: str
     overlap_tensor: bool
@@ -113,6 +115,16 @@ def _recomputed_within_budget(workload: Workload) -> tuple[float, float]:
     return activations.pointwise, activations.recomputed_beyond_pointwise
 
 
+def _output_grad_bytes(workload: Workload) -> float:
+    """titanlite's loss computes the gradient before its scale is known, in fp32 over chunks."""
+    if workload.loss != "fused":
+        return 0.0
+    layout, size = workload.layout, workload.numerics.activation_bytes
+    tokens = layout.micro_batch * workload.seq_len / layout.context
+    is_chunked = 0 < workload.loss_chunk_tokens < tokens
+    return size + (4.0 if is_chunked else size)
+
+
 def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
     """The case of a workload."""
     layout: Layout = workload.layout
@@ -128,6 +140,8 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.recompute_every,
         _recomputed_within_budget(workload),
         workload.compiled,
+        workload.counted_kernels,
+        _output_grad_bytes(workload),
         workload.fused_attention,
         workload.attention_kernel,
         workload.overlap.tensor,

@@ -34,7 +34,7 @@ def expert_passes(case: BlockCase) -> Passes:
     width = model.dim * case.numerics.activation_bytes
     # a copy in the experts' order is read and written, before them and after them; where tokens are
     # sent once to each expert, also one in the order of ranks
-    copies = 2 if exchange.once_per_rank else 4
+    copies = 2 if exchange.once_per_rank or expert == 1 else 4
     permuted = case.kernels.memory_bound(2 * copies * routed * width / PERMUTED)
     passes = passes.plus(linear_passes(case, case.tokens, model.dim, experts.count))
     return _with_transfers(case, passes.plus(Passes(*[Seconds(memory=permuted)] * 2)), width)

@@ -46,9 +46,7 @@ def _quantization(
     """
     if case.numerics.matmuls not in ("float8", "float4"):
         return 0.0, 0.0
-    each = 4.0 if case.compiled else 6.0  # bytes
-    if case.numerics.float8_rowwise:
-        each = 10.0
+    each = case.numerics.quantize_bytes or (4.0 if case.compiled else 6.0)
     weights = 0.0 if case.numerics.weights_quantized_once else k * n
     forward = case.kernels.memory_bound(each * (m * k + weights) * count)
     return forward, case.kernels.memory_bound(each * m * n * count)
