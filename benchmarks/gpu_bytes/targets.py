@@ -101,6 +101,9 @@ JOBS: dict[str, tuple[Metric, ...]] = {  # ranks and settings -> what is counted
         Metric("bytes a bf16 parameter outside of matmuls, one rank", 12.5, _update_bytes),
         Metric("waits of the host in a step", 0, lambda c: len(c["waits"])),
     ),
+    f"1 {DENSE} --training.dtype=float32": (
+        Metric("bytes an fp32 parameter outside of matmuls, one rank", 62.0, _update_bytes),
+    ),
     f"1 {BLOCKS_ONLY} --activation_checkpoint.mode=none": _block("bf16, no recomputation", 4.2, 14),
     f"1 {FLOAT8}=tensorwise {GATHERS}": _block("Float8 tensorwise, Float8 gathers", 7.1, 60),
     f"1 {FLOAT8}=rowwise": _block("Float8 rowwise", 8.7, 65),

@@ -348,7 +348,8 @@ def _tied_exchange_seconds(workload: Workload, case: BlockCase, stride: int) -> 
 def _optimizer_seconds(workload: Workload, kernels: KernelTimes) -> float:
     """Memory traffic of the optimizer and of the gradient norm.
 
-    Parameters and states are read and written, gradients read twice, the working copy written.
+    Parameters and states are read and written, gradients read twice, the working copy written, on
+    one rank by FSDP.
     """
     layout, numerics = workload.layout, workload.numerics
     owned = _rank_parameters(workload)
@@ -358,10 +359,24 @@ def _optimizer_seconds(workload: Workload, kernels: KernelTimes) -> float:
     per_parameter = 2 * numerics.parameter_bytes + 2 * numerics.gradient_bytes
     per_parameter += 2 * numerics.state_bytes
     if numerics.gathered_bytes != numerics.parameter_bytes:
-        per_parameter += numerics.gathered_bytes
+        alone = layout.shard * layout.context == 1 and layout.sharded == "parameters"
+        copied = alone and workload.counted_kernels
+        per_parameter += _copies_of_fsdp(workload) if copied else numerics.gathered_bytes
     if workload.offload_parameters:  # the optimizer runs on the CPU
         return owned * per_parameter / (HOST_OPTIMIZER_GB_PER_S * 1e9)
     return kernels.memory_bound(owned * per_parameter)
+
+
+def _copies_of_fsdp(workload: Workload) -> float:
+    """Bytes per parameter that FSDP2 moves in a step where nothing is sent.
+
+    Parameters are cast and copied once; gradients are cast, and copied, for each reduction
+    (benchmarks/gpu_bytes.md). On several ranks, the fitted efficiencies include such copies.
+    """
+    numerics = workload.numerics
+    gathered, reduced = numerics.gathered_bytes, numerics.reduce_bytes
+    _, reductions = _passes_of_run(workload.layout)
+    return numerics.parameter_bytes + 3 * gathered + reductions * (gathered + 3 * reduced)
 
 
 def _offload_seconds(workload: Workload, cluster: Cluster, busiest: Passes) -> float:
