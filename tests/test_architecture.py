@@ -39,6 +39,9 @@ LONG_FUNCTIONS = {
     "titanlite/kernels/documents.py: _document_backward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),
+    "titanlite/parallelize/context.py: _attend_over_ranks": (
+        "replaces CausalAttention.forward: the module, options, and the arguments of that"
+    ),
     "titanlite/parallelize/context_attention.py: context_parallel_forward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),
@@ -87,7 +90,7 @@ OUTSIDE_ASSIGNMENTS = {
     ),
     "titanlite/checkpoint/tensor_writer.py: metadata.storage_data": "field of DCP's metadata",
     # torch.autograd.Function saves non-tensors as attributes of its context
-    "titanlite/kernels/documents.py: ctx.window": "autograd context",
+    "titanlite/kernels/documents.py: ctx.options": "autograd context",
     "titanlite/models/decoder.py: ctx.vocab_size": "autograd context",
     "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",

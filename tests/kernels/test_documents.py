@@ -110,7 +110,8 @@ def test_the_custom_operator_passes_opcheck(window):
     positions = document_positions(sample_tokens((3, 11)), END)
     q, k, v = (torch.randn(1, 24, 2, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     operator = torch.ops.titanlite.attend_in_documents.default
-    torch.library.opcheck(operator, (q, k, v, index_documents(positions).on_host, window))
+    sinks, boundaries = torch.randn(2, requires_grad=True), index_documents(positions).on_host
+    torch.library.opcheck(operator, (q, k, v, sinks, boundaries, window, 24))
 
 
 def gradients(model, ids) -> list[torch.Tensor]:
@@ -245,6 +246,6 @@ def test_documents_in_fp32_are_sliced_without_waiting_for_the_device(pinned):
     q, k, v, grad = (torch.randn(2, 2, 24, 8, device=DEVICE) for _ in range(4))
     with HostWaits(pinned) as recorder:
         # What the operators run on a GPU; called themselves, they would only allocate.
-        out, lse = _document_forward._init_fn(q, k, v, documents.on_host, 0)
-        _document_backward._init_fn(grad, q, k, v, out, lse, documents.on_host, 0)
+        out, lse = _document_forward._init_fn(q, k, v, None, documents.on_host, 0, 24)
+        _document_backward._init_fn(grad, q, k, v, out, lse, documents.on_host, 0, 24)
     assert recorder.waits == []

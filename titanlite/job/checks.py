@@ -9,7 +9,6 @@ from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import option_checks
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
-from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import ModelSizes
 from titanlite.optim import (
@@ -51,8 +50,6 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
     yield from option_checks.check_guard(config)
-    context = config.parallelism.context_parallel_degree
-    yield from check_attention_config(config.attention, context, config.data.tokenizer)
     yield from option_checks.check_update_options(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)

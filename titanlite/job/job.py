@@ -80,6 +80,7 @@ class Job:
             seq_len=self.config.training.seq_len,
             head_dim=sizes.head_width,
             windows=tuple({block.window: None for block in self.spec.counts(sizes).blocks}),
+            sinks=self.spec.attention_sinks,
         )
 
     @property

@@ -19,6 +19,7 @@ from titanlite.job.option_checks import (
     check_update_degrees,
 )
 from titanlite.job.torchtitan_keys import MOVED, complete_table
+from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES
 from titanlite.parallelize import ModelTransforms
@@ -70,7 +71,9 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
 def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError]]:
     """(the job on `ranks` ranks, []) or (None, its problems), without its data and device."""
     problems = list(checks.check_sections(config))
-    spec = FAMILIES[config.model.name]
+    spec, context = FAMILIES[config.model.name], config.parallelism.context_parallel_degree
+    tokenizer, sinks = config.data.tokenizer, spec.attention_sinks
+    problems += check_attention_config(config.attention, context, tokenizer, sinks)
     sizes = plan = degrees = None
     try:
         sizes = spec.sizes_of(config.model)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from titanlite.kernels.documents import DocumentIndex, document_attention, window_attention
-from titanlite.kernels.flash import sdpa
+from titanlite.kernels.flash import add_sinks, flash_kernel_for, sdpa
 
 
 class KeyValueCache:
@@ -28,6 +28,17 @@ class KeyValueCache:
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+class AttentionSinks(nn.Module):
+    """The sinks [H] of `add_sinks`; a module, so that tensor parallelism can shard them by head."""
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_heads))
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class CausalAttention(nn.Module):
@@ -56,20 +67,27 @@ class CausalAttention(nn.Module):
         v: Tensor,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, H, T, K] attends to k, v [B, Hkv, T, K]; returns [B, H, T, K].
 
-        H is a multiple of Hkv. `documents`: given if sequences hold several documents.
+        H is a multiple of Hkv. `documents`: given if sequences hold several documents. `sinks` [H]:
+        see `add_sinks`; only kernels that return the log-sum-exp can compute them.
         """
         if documents is not None:
             assert cache is None, "generation produces a single document"
-            return document_attention(q, k, v, documents, self.window)
+            return document_attention(q, k, v, documents, self.window, sinks)
         causal = q.shape[2] > 1  # a single new token attends to everything in the cache
         if cache is not None:
             assert cache.length == 0 or not causal, "only an empty cache takes several tokens"
             k, v = cache.extend(k, v)
+        if causal and sinks is not None:
+            return document_attention(q, k, v, None, self.window, sinks)
         if self.window and self.window < k.shape[2]:
             if causal:
                 return window_attention(q, k, v, self.window, self.backend)
             k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+        if sinks is not None:
+            out, lse = flash_kernel_for(q).forward(q, k, v, False)
+            return add_sinks(out, lse, sinks)[0]
         return sdpa(q, k, v, self.backend, is_causal=causal)

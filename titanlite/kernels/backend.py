@@ -39,7 +39,8 @@ KERNELS = {  # in the order in which a deterministic run tries them: it uses the
 }
 FLASH_PACKAGES = ("fa3", "fa4")  # installed as packages of their own
 CPU_KERNELS = ("flash", "math")
-# Support variable-length sequences. cuDNN would make a plan for each set of documents.
+# Support variable-length sequences, and sinks. cuDNN would make a plan for each set of documents,
+# and has no windows.
 DOCUMENT_KERNELS = ("flash", *FLASH_PACKAGES)
 # Return the log-sum-exp that merging partial results needs.
 CONTEXT_PARALLEL_KERNELS = ("flash", "cudnn", *FLASH_PACKAGES)
@@ -66,6 +67,7 @@ class AttentionShape:
     seq_len: int
     head_dim: int
     windows: tuple[int, ...] = (0,)  # of the blocks, each once; see CausalAttention
+    sinks: bool = False  # see `add_sinks`
 
     def __str__(self) -> str:
         return f"{self.n_heads} heads and {self.n_kv_heads} key-value heads of {self.head_dim}"
@@ -104,14 +106,15 @@ def choose_kernel(
 
     All ranks must use the same kernel, so one rank chooses for all. Raises ConfigError.
     """
-    needs_lse = config.mask == "document" or context_degree > 1
+    needs_lse = config.mask == "document" or context_degree > 1 or shape.sinks
+    allowed = _allowed(config, context_degree, shape.sinks)
     trial = _KernelTrial(shape, dtype, device, config.mask == "document", context_degree)
     if config.backend != "auto":
         if reason := trial.failure(config.backend, needs_lse):
             raise ConfigError(
                 f'attention.backend = "{config.backend}": cannot run on {device.type} in {dtype}'
                 f" with {shape}: {reason}",
-                fix=f'Use "auto", or another of {", ".join(_allowed(config, context_degree))}.',
+                fix=f'Use "auto", or another of {", ".join(allowed)}.',
             )
         logger.info("attention kernel: %s", config.backend)
         return config.backend
@@ -122,10 +125,9 @@ def choose_kernel(
         # SDPA chooses the flash kernel itself. It is not named here, because a compiled block that
         # names its kernel is not found in the compiler's cache (torch 2.13).
         return None
-    candidates = _allowed(config, context_degree)
     # Measured times vary between runs, so a deterministic run must not choose by them.
     measure = not torch.are_deterministic_algorithms_enabled()
-    milliseconds = trial.measure([name for name in candidates if name != "math"], measure)
+    milliseconds = trial.measure([name for name in allowed if name != "math"], measure)
     # "math" is slow and stores the scores of whole sequences: only where nothing else works.
     chosen = min(milliseconds, key=lambda name: milliseconds[name], default="math")
     times = ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms)
@@ -135,9 +137,9 @@ def choose_kernel(
     return chosen
 
 
-def _allowed(config: AttentionConfig, context_degree: int) -> tuple[str, ...]:
-    """The kernels that support the mask, and context parallel if the degree is above 1."""
-    if config.mask == "document":  # these support context parallel too
+def _allowed(config: AttentionConfig, context_degree: int, sinks: bool) -> tuple[str, ...]:
+    """The kernels that support the mask, sinks, and context parallel if the degree is above 1."""
+    if config.mask == "document" or sinks:  # these support context parallel too
         return DOCUMENT_KERNELS
     return CONTEXT_PARALLEL_KERNELS if context_degree > 1 else tuple(KERNELS)
 
@@ -223,13 +225,14 @@ class _KernelTrial:
         for tensor in inputs:
             tensor.requires_grad_()
         documents = None
+        sinks = inputs[0].new_zeros(shape.n_heads) if shape.sinks else None
         if self.documents:
             positions = torch.arange(shape.seq_len) % -(-shape.seq_len // 4)
             documents = index_documents(positions.expand(shape.batch, -1)).to(self.device)
 
         def run() -> None:
             for attend in attends:
-                torch.autograd.grad(attend(*inputs, documents), inputs, grad)
+                torch.autograd.grad(attend(*inputs, documents, None, sinks), inputs, grad)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
@@ -269,13 +272,15 @@ def deactivate_flash_package() -> None:
 
 
 def check_attention_config(
-    config: AttentionConfig, context_degree: int, tokenizer: str | None
+    config: AttentionConfig, context_degree: int, tokenizer: str | None, sinks: bool = False
 ) -> Iterator[ConfigError]:
-    """Reject a kernel that does not support the mask or context parallel, and a document mask
-    without a tokenizer."""
-    supported = _allowed(config, context_degree)
+    """Reject a kernel that does not support the mask, `sinks` or context parallel, and a document
+    mask without a tokenizer."""
+    supported = _allowed(config, context_degree, sinks)
     feature, reason = 'attention.mask = "document"', "it has no variable-length support"
-    if config.mask != "document":
+    if sinks:
+        feature, reason = "attention sinks", "titanlite has no gradient of them for it"
+    elif config.mask != "document":
         feature = "context parallel"
         reason = "it does not return the log-sum-exp that merges partial results"
     if config.backend not in ("auto", *supported):

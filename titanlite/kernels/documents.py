@@ -11,7 +11,7 @@ device.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -22,9 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.kernels.flash import (
     CudaFlash,
+    add_sinks,
     flash_kernel_for,
     repeat_kv_heads,
     sdpa,
+    sinks_gradient,
     window_mask,
 )
 from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
@@ -111,16 +113,27 @@ def index_documents(positions: Tensor) -> DocumentIndex:
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: DocumentIndex, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: DocumentIndex | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K].
 
     With a `window`, a token attends to that number of tokens of its document, itself included.
+    `documents` None: each sequence is one. `sinks` [H]: see `add_sinks`.
     """
-    if isinstance(flash_kernel_for(q), CudaFlash):
-        return _varlen_attention(q, k, v, documents.on_device, documents.longest, window)
-    k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))  # once, not for each document
-    out, _ = _document_forward(q, k, v, documents.on_host, window)
+    boundaries, longest = None, q.shape[2]
+    if not isinstance(flash_kernel_for(q), CudaFlash):
+        boundaries = None if documents is None else documents.on_host
+        k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))  # once, not for each document
+    elif documents is not None:
+        boundaries, longest = documents.on_device, documents.longest
+        if sinks is None:
+            return _varlen_attention(q, k, v, boundaries, longest, window)
+    out, _ = _document_forward(q, k, v, sinks, boundaries, window, longest)
     return out
 
 
@@ -133,10 +146,14 @@ def window_attention(
     """
     is_flash = backend in (None, SDPBackend.FLASH_ATTENTION)
     if is_flash and isinstance(flash_kernel_for(q), CudaFlash):
-        batch, _, tokens, _ = q.shape  # each sequence is a document
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
-        return _varlen_attention(q, k, v, starts, tokens, window)
+        return _varlen_attention(q, k, v, _sequence_starts(q), q.shape[2], window)
     return sdpa(q, k, v, backend, attn_mask=window_mask(q, k, 0, window))
+
+
+def _sequence_starts(q: Tensor) -> Tensor:
+    """The boundaries of the sequences of q [B, H, T, K], as those of documents."""
+    batch, _, tokens, _ = q.shape
+    return torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
 
 
 # --- one call for all documents: CudaFlash -------------------------------------------------------
@@ -146,8 +163,8 @@ def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, window: int = 0
 ) -> Tensor:
     # The kernel launches blocks for `longest` tokens of every document; those past its end exit.
-    batch, _, tokens, _ = q.shape
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [B*T, H, K]
+    batch = len(q)
+    q, k, v = map(_pack_sequences, (q, k, v))
     # Imported here: it imports the compiler, which takes half a second.
     from torch.nn.attention.varlen import varlen_attn
 
@@ -159,25 +176,83 @@ def _varlen_attention(
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
     assert isinstance(out, Tensor), "a tuple only with return_aux"
-    return out.unflatten(0, (batch, tokens)).transpose(1, 2)
+    return _unpack_sequences(out, batch)
 
 
-# --- one call per document: on a CPU, and on a GPU without FlashAttention -------------------------
-# A custom operator, so that a compiled graph has one node, however many documents there are. The
-# boundaries are in host memory, because Python makes slices from them.
+def _pack_sequences(tensor: Tensor) -> Tensor:
+    """[B, H, T, K] to [B*T, H, K]."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _unpack_sequences(packed: Tensor, batch: int) -> Tensor:
+    """[B*T, H, K] to [B, H, T, K]."""
+    return packed.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+# With sinks, the backward needs another `out` and log-sum-exp than varlen_attn has saved. These are
+# the operators that it calls (torch 2.11 to 2.15), which have no documented interface.
+
+
+def _varlen_options(q: Tensor, boundaries: Tensor | None, window: int, longest: int) -> tuple:
+    """(boundaries and lengths of queries and keys, whether causal, the window), as varlen_attn."""
+    boundaries = _sequence_starts(q) if boundaries is None else boundaries
+    limits = {"window_size_left": window - 1, "window_size_right": 0}  # -1: no limit
+    return (boundaries, boundaries, longest, longest, 0.0, not window), limits
+
+
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, window: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    options, limits = _varlen_options(q, boundaries, window, longest)
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = forward(*map(_pack_sequences, (q, k, v)), *options, False, **limits)
+    lse = lse.unflatten(1, (len(q), -1)).transpose(0, 1)  # [H, B*T] -> [B, H, T]
+    return _unpack_sequences(out, len(q)), lse.contiguous()
+
+
+def _varlen_backward(
+    tensors: Sequence[Tensor], lse: Tensor, boundaries: Tensor | None, window: int, longest: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; `tensors`: that of `out`, and q, k, v and `out`."""
+    q = tensors[1]
+    options, limits = _varlen_options(q, boundaries, window, longest)
+    packed_lse = lse.transpose(0, 1).flatten(1).contiguous()
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    backward = torch.ops.aten._flash_attention_backward
+    grads = backward(*map(_pack_sequences, tensors), packed_lse, *options, *no_dropout, **limits)
+    dq, dk, dv = (_unpack_sequences(grad, len(q)) for grad in grads)
+    return dq, dk, dv
+
+
+# --- a custom operator ---------------------------------------------------------------------------
+# On a CPU, and on a GPU without FlashAttention, it is one call per document: a compiled graph has
+# one node, however many documents there are. The boundaries are in host memory, because Python
+# makes slices from them. With FlashAttention it is one call, only used with sinks.
 
 
 @torch.library.custom_op("titanlite::attend_in_documents", mutates_args=())
 def _document_forward(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    boundaries: Tensor | None,
+    window: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, K], log-sum-exp of the scores [B, H, T] in fp32)."""
-    kernel, (out, lse) = flash_kernel_for(q), _empty_document_forward(q, k, v, boundaries, window)
+    """(out [B, H, T, K], log-sum-exp of the scores [B, H, T] in fp32, with that of `sinks`).
+
+    `boundaries` None: each sequence is a document.
+    """
+    kernel = flash_kernel_for(q)
+    if isinstance(kernel, CudaFlash):
+        return add_sinks(*_varlen_forward(q, k, v, boundaries, window, longest), sinks)
+    out, lse = _empty_document_forward(q)
     for index in _document_slices(boundaries, q.shape[2]):
         parts = q[index], k[index], v[index]
         mask = _mask_of_document(parts[0], window)
         out[index], lse[index] = kernel.forward(*parts, mask)
-    return out, lse
+    return add_sinks(out, lse, sinks)
 
 
 @torch.library.custom_op("titanlite::attend_in_documents_backward", mutates_args=())
@@ -188,12 +263,15 @@ def _document_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    boundaries: Tensor,
+    boundaries: Tensor | None,
     window: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from `grad`, the gradient of `out`."""
     kernel = flash_kernel_for(q)
-    totals = _empty_document_backward(grad, q, k, v, out, lse, boundaries, window)
+    if isinstance(kernel, CudaFlash):
+        return _varlen_backward((grad, q, k, v, out), lse, boundaries, window, longest)
+    totals = _empty_document_backward(grad, q, k, v)
     for index in _document_slices(boundaries, q.shape[2]):
         partial_grads = kernel.backward(
             grad[index],
@@ -214,17 +292,20 @@ def _mask_of_document(q: Tensor, window: int) -> bool | Tensor:
     return window_mask(q, q, 0, window) if 0 < window < q.shape[2] else True
 
 
-def _document_slices(boundaries: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
-    """The index of each document in [B, H, T, …]."""
+def _document_slices(
+    boundaries: Tensor | None, seq_len: int
+) -> Iterator[tuple[slice, slice, slice]]:
+    """The index of each document in [B, H, T, …]; of all sequences, if each is one."""
+    if boundaries is None:
+        yield slice(None), slice(None), slice(None)
+        return
     for start, end in pairwise(boundaries.tolist()):
         row, first = divmod(start, seq_len)
         yield slice(row, row + 1), slice(None), slice(first, first + end - start)
 
 
 @_document_forward.register_fake
-def _empty_document_forward(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int
-) -> tuple[Tensor, Tensor]:
+def _empty_document_forward(q: Tensor, *_) -> tuple[Tensor, Tensor]:
     return _empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -240,12 +321,15 @@ def _empty_like_heads(tensor: Tensor) -> Tensor:
 
 
 def _save_for_document_backward(ctx, inputs, output) -> None:
-    q, k, v, boundaries, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, boundaries)
+    q, k, v, sinks, boundaries, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, boundaries, sinks)
 
 
 def _document_autograd(ctx, grad: Tensor, _):
-    return *_document_backward(grad, *ctx.saved_tensors, ctx.window), None, None
+    *saved, sinks = ctx.saved_tensors
+    grads = _document_backward(grad, *saved, *ctx.options)
+    d_sinks = None if sinks is None else sinks_gradient(grad, saved[3], saved[4], sinks)
+    return *grads, d_sinks, None, None, None
 
 
 _document_forward.register_autograd(_document_autograd, setup_context=_save_for_document_backward)

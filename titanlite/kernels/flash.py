@@ -132,6 +132,29 @@ class CpuFlash:
         return dq, _sum_repeated_heads(dk, k), _sum_repeated_heads(dv, v)
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add a logit of each head, `sinks` [H], to the denominator of the softmax; changes `out`.
+
+    A sink has no value (gpt-oss, https://arxiv.org/abs/2508.10925, section 2.2): attention to it
+    adds nothing to the output. A kernel's `backward` with the results computes the gradients of q,
+    k and v, because it recomputes the probabilities from the lse.
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.float().unsqueeze(-1))
+    return out.mul_((lse - total).exp().unsqueeze(-1)), total
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient [H] of the sinks from the results of `add_sinks`, and `grad`, that of `out`.
+
+    That of a score is its probability times (the gradient of the probability - sum(grad * out)),
+    and a sink's probability has no gradient of its own.
+    """
+    probability = (sinks.float().unsqueeze(-1) - lse).exp()
+    return -(probability * (grad.float() * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
 def _additive(mask: bool | Tensor, q: Tensor) -> Tensor | None:
     """What a mask adds to the scores: 0 or -inf, [1, 1, T, S] in the dtype of `q`."""
     if not isinstance(mask, Tensor):

@@ -88,6 +88,7 @@ class ModelSpec(Generic[SizesT]):
     blocks_path: str = "layers"  # the nn.ModuleDict of transformer blocks, keyed by index
     attention_pattern: str = "layers.*.attention.attend"  # of the names of CausalAttention modules
     output_path: str = "output"  # the OutputLayer
+    attention_sinks: bool = False  # of CausalAttention, which few kernels can compute
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values

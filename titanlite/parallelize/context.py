@@ -35,6 +35,7 @@ def _attend_over_ranks(
     v: Tensor,
     documents: DocumentIndex | None = None,
     cache: None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks of a group.
 
@@ -42,7 +43,7 @@ def _attend_over_ranks(
     """
     assert cache is None, "generation runs on one process"
     tiles = None if documents is None else documents.on_host
-    return context_parallel_forward(q, k, v, tiles, *options)[0]
+    return context_parallel_forward(q, k, v, sinks, tiles, *options)[0]
 
 
 def build_sequence_shard(cp: DeviceMesh, section: ParallelismConfig) -> SequenceShard:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.kernels.flash import flash_kernel_for, window_mask
+from titanlite.kernels.flash import add_sinks, flash_kernel_for, sinks_gradient, window_mask
 from titanlite.parallelize.context_tiles import (
     ALL,
     AttentionTile,
@@ -33,6 +33,7 @@ def context_parallel_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     documents: Tensor | None,
     group_name: str,
     balanced: bool,
@@ -42,10 +43,10 @@ def context_parallel_forward(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries over the keys and values of all ranks of a group.
 
-    q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: the
-    result of `encode_document_tiles`, or None. `window`: tokens that a token attends to, itself
-    included; 0: all up to itself. `cudnn`: see `flash_kernel_for`. Returns the output
-    [B, H, T, K] and the log-sum-exp of the scores [B, H, T] in fp32.
+    q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `sinks` [H]: see
+    `add_sinks`. `documents`: the result of `encode_document_tiles`, or None. `window`: tokens that
+    a token attends to, itself included; 0: all up to itself. `cudnn`: see `flash_kernel_for`.
+    Returns the output [B, H, T, K] and the log-sum-exp of the scores [B, H, T] in fp32.
     """
     kernel = flash_kernel_for(q, cudnn)
     options = group_name, balanced, rotate_method, window
@@ -63,6 +64,7 @@ def context_parallel_forward(
                 out[q_index], lse[q_index] = tile_out, tile_lse
             else:
                 _merge_tile(out[q_index], lse[q_index], tile_out, tile_lse)
+    out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
@@ -164,13 +166,15 @@ def _allocate_context_parallel_backward(grad_out, q, k, *_):
 
 
 def _save_context_parallel_inputs(ctx, inputs, output) -> None:
-    q, k, v, documents, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
+    q, k, v, sinks, documents, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, sinks)
 
 
 def _backward_of_context_parallel(ctx, grad_out: Tensor, _grad_lse):
-    dq, (dk, dv) = context_parallel_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, *[None] * 6
+    *saved, sinks = ctx.saved_tensors
+    dq, (dk, dv) = context_parallel_backward(grad_out, *saved, *ctx.options)
+    d_sinks = None if sinks is None else sinks_gradient(grad_out, saved[3], saved[4], sinks)
+    return dq, dk, dv, d_sinks, *[None] * 6
 
 
 context_parallel_forward.register_autograd(

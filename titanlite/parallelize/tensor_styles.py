@@ -173,6 +173,21 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
     )
 
 
+class PerHead(ParallelStyle):
+    """A module without inputs that returns its weight [H]; a rank has those of its query heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh, Shard(0))
+        replace_forward(module, _local_weight)
+        return module
+
+
+def _local_weight(module: nn.Module) -> Tensor:
+    weight = module.get_parameter("weight")
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
 class KeyValueColwise(ParallelStyle):
     """Column-parallel projection to keys or values.
 
