@@ -39,9 +39,6 @@ LONG_FUNCTIONS = {
     "titanlite/kernels/documents.py: _document_backward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),
-    "titanlite/parallelize/context.py: _attend_over_ranks": (
-        "replaces CausalAttention.forward: the module, options, and the arguments of that"
-    ),
     "titanlite/parallelize/context_attention.py: context_parallel_forward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),

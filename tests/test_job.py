@@ -763,6 +763,7 @@ def test_every_shipped_toml_passes_all_checks(path, corpus):
         "llama3_70b": 64,
         "llama3_405b": 1024,
         "qwen3_30b_a3b": 32,
+        "gpt_oss_20b": 32,
         "deepseek_v3_v3-671b": 2048,
     }.get(path.stem, 2)
     argv = ["--job.config_file", str(path), "--job.check=true", f"--job.check_ranks={ranks}"]

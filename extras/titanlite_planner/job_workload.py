@@ -58,9 +58,10 @@ def _attention_kernel_of(job: Job) -> Literal["native", "flash2"]:
     config = job.config
     if config.attention.backend != "auto":
         return "native" if config.attention.backend in OWN_KERNELS else "flash2"
-    # cuDNN has no document masks, no fp32 and no deterministic backward.
+    # cuDNN has no document masks, no sinks here, no fp32 and no deterministic backward.
     is_half = job.transforms.compute_dtype.itemsize == 2
     supported = is_half and config.attention.mask == "causal" and not config.debug.deterministic
+    supported = supported and not job.spec.attention_sinks
     return "native" if supported else "flash2"
 
 

@@ -26,6 +26,7 @@ class Experts:
     hidden_dim: int
     shared_hidden_dim: int = 0  # width of all shared experts together, which every token uses
     dense_layers: int = 0  # blocks at the start that have a feed-forward layer instead
+    clamped: bool = False  # the activation is gpt-oss's
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class ModelShape:
     gated: bool = True  # three matmuls in the feed-forward layer (SwiGLU), otherwise two
     tied_embeddings: bool = False
     positions: int = 0  # rows of a learned position embedding
-    biases: bool | Literal["qkv"] = False
-    # all linear layers and norms have biases, or only the queries, keys and values
+    biases: bool | Literal["qkv", "linear"] = False
+    # all linear layers and norms have biases, or only the queries, keys and values, or all linear
+    # layers of a block
+    sinks: bool = False  # a number for each query head
     qk_norm: bool | Literal["projections"] = False
     # a norm on every query and key head, or one on the queries (keys) of all heads together
     experts: Experts | None = None
@@ -107,9 +110,8 @@ def _read_modules(
         q_norm = None  # counted with the rank
     if experts is not None:
         dense = [b for b in blocks if not any(isinstance(m, MixtureOfExperts) for m in b.modules())]
-        mixture = Experts(
-            experts.count, experts.active, experts.hidden_dim, experts.shared_dim, len(dense)
-        )
+        widths = experts.hidden_dim, experts.shared_dim
+        mixture = Experts(experts.count, experts.active, *widths, len(dense), experts.clamped)
     has_biases = any(name.endswith("norm.bias") for name in parameters)
     return ModelShape(
         name="",
@@ -122,7 +124,16 @@ def _read_modules(
         vocab_size=sizes.vocab_size,
         gated=any(".w3" in name for name in parameters),
         positions=0 if positions is None else next(positions.parameters()).shape[0],
-        biases=True if has_biases else "qkv" if "attention.wq.bias" in parameters else False,
+        biases=(
+            True
+            if has_biases
+            else "linear"
+            if "attention.wo.bias" in parameters
+            else "qkv"
+            if "attention.wq.bias" in parameters
+            else False
+        ),
+        sinks="attention.attend.sinks.weight" in parameters,
         qk_norm=(
             False
             if q_norm is None
@@ -182,10 +193,22 @@ def _block_vectors(shape: ModelShape, block: int) -> int:
         norms += shape.latent.query_rank + shape.latent.key_value_rank
     if shape.biases:
         norms += queries + 2 * keys
-    if shape.biases is not True:
+    if shape.sinks:
+        norms += shape.n_heads
+    if shape.biases not in (True, "linear"):
         return norms
-    feed_forward = shape.hidden_dim * (2 if shape.gated else 1)
-    return norms + shape.dim + feed_forward + shape.dim
+    norms += shape.dim  # of the projection behind attention
+    if not shape.has_experts(block):
+        return norms + feed_forward_biases(shape, shape.hidden_dim)
+    experts = shape.experts
+    assert experts is not None
+    biases = experts.count * feed_forward_biases(shape, experts.hidden_dim)
+    return norms + biases + experts.count  # the last of the router
+
+
+def feed_forward_biases(shape: ModelShape, hidden_dim: int) -> int:
+    """Elements of the biases of a feed-forward layer, or of an expert."""
+    return hidden_dim * (2 if shape.gated else 1) + shape.dim
 
 
 def count_block_parameters(shape: ModelShape, block: int) -> int:
@@ -215,6 +238,10 @@ def count_active_parameters(shape: ModelShape) -> int:
         block_matmul_weights(shape, block) - block_matmul_weights(shape, block, active_only=True)
         for block in blocks
     )
+    if shape.experts and shape.biases in (True, "linear"):
+        experts, with_experts = shape.experts, sum(map(shape.has_experts, blocks))
+        unused = experts.count - experts.active
+        idle += with_experts * unused * feed_forward_biases(shape, experts.hidden_dim)
     return count_parameters(shape) - idle
 
 

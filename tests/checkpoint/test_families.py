@@ -55,6 +55,16 @@ MOE = {
     "routed_scaling_factor": 2.5,
     "rope_theta": 1e6,
 }
+OSS = {
+    **ROTARY,
+    "num_hidden_layers": 3,
+    "hidden_size": 36,
+    "num_attention_heads": 6,
+    "intermediate_size": 20,
+    "head_dim": 10,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
 DEEP = {"num_hidden_layers": 7}  # so that every kind of block is there
 OLMO3_YARN = {
     "rope_type": "yarn",
@@ -116,6 +126,16 @@ CASES = {
         {**MOE, "use_qk_norm": True, "first_k_dense_replace": 0, "head_dim": 8},
     ),
     "mixtral": ("Mixtral", {**ROTARY, "num_local_experts": 4}),
+    "gpt_oss": ("GptOss", {**OSS, "sliding_window": 9}),
+    "gpt_oss in full": (
+        "GptOss",
+        {
+            **OSS,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {**ROTARY, **EXPERTS, "num_experts": 5, "norm_topk_prob": True, "head_dim": 12},
@@ -155,7 +175,7 @@ CASES = {
         },
     ),
 }
-EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 TOKENS = torch.arange(2 * 40).view(2, 40) * 37 % 61
 
 
@@ -278,6 +298,13 @@ def test_flavors_are_written_to_config_json_and_back(name):
         assert family.hugging_face.from_config(config) == sizes, flavor
 
 
+def written_config(family: str, **changes) -> dict:
+    """The config.json of a small model, with some of its keys changed."""
+    spec = FAMILIES[family]
+    return spec.hugging_face.to_config(next(iter(spec.flavors.values())), 64) | changes
+
+
+YARN = written_config("gpt_oss")["rope_scaling"]
 REFUSED = {  # family -> changes of config.json, each with what the error names
     "qwen3": [
         ({"use_sliding_window": True}, "use_sliding_window = true (only false is supported)"),
@@ -349,6 +376,37 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
         ({"tie_word_embeddings": True}, "tie_word_embeddings = true"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
     ],
+    "gpt_oss": [
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+        ({"attention_bias": False}, "attention_bias = false (only true is supported)"),
+        ({"attention_bias": None}, "attention_bias = false"),
+        ({"swiglu_limit": 6.0}, "swiglu_limit = 6.0 (only 7.0 is supported)"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
+        ({"sliding_window": None}, "sliding_window = null"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+        ({"layer_types": ["sliding_attention", "chunked_attention"] * 2}, "layer_types"),
+        ({"rope_scaling": None}, "factor = null"),
+        ({"rope_scaling": {**YARN, "truncate": True}}, "truncate = true"),
+        ({"rope_scaling": {**YARN, "truncate": None}}, "truncate = null"),
+        ({"rope_scaling": {**YARN, "beta_fast": 16}}, "beta_fast = 16"),
+        ({"rope_scaling": {**YARN, "beta_slow": 2}}, "beta_slow = 2"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 8192}}, "8192"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "attention_factor = 1.0"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale = 1.0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 'rope_type = "llama3"'),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config ="),
+        ({"num_local_experts": None}, "num_local_experts = null"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1e4}}, "rope_theta = 150000.0 and"),
+        (
+            {
+                "rope_scaling": None,
+                "rope_parameters": {**two_bases(1e4), "full_attention": YARN},
+            },
+            "rope_local_base_freq",
+        ),
+    ],
 }
 
 
@@ -413,12 +471,6 @@ def test_heads_of_latent_attention_need_not_divide_the_width():
     sizes = replace(family.flavors["tiny"], dim=31, n_heads=3)
     config = family.hugging_face.to_config(sizes, 64)
     assert family.hugging_face.from_config(config) == sizes
-
-
-def written_config(family: str, **changes) -> dict:
-    """The config.json of a small model, with some of its keys changed."""
-    spec = FAMILIES[family]
-    return spec.hugging_face.to_config(next(iter(spec.flavors.values())), 64) | changes
 
 
 @pytest.mark.parametrize(

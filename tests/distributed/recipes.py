@@ -36,8 +36,9 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
         "v_head_dim": 8,
     },
     "glm4_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "n_expert_groups": 2},
+    "gpt_oss": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12, "window": 17},
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
 def recipe_of(family: str, **changes) -> Recipe:

@@ -105,6 +105,7 @@ def test_float8_is_as_accurate_under_every_layout_as_on_one_process():
     "family, layouts",  # both kinds of router
     [
         ("qwen3_moe", "shard=2,expert=2,recompute=full; tensor=2,expert=2,accumulate=3"),
+        ("gpt_oss", "context=2; tensor=2,expert=2,recompute=full"),
         ("deepseek_v3", "tensor=2; shard=2,expert=2,recompute=full; tensor=2,expert=2"),
     ],
 )

@@ -86,7 +86,12 @@ RECIPES = {
     "window, documents": recipe_of("mistral", documents=True),
     "two windows, documents": recipe_of("gemma3", documents=True),
     "learned positions, documents": recipe_of("gpt2", documents=True),
+    "sinks, documents": recipe_of("gpt_oss", documents=True),
+    "sinks, one step": recipe_of("gpt_oss", steps=1),
+    "sinks, Muon": recipe_of("gpt_oss", optimizer="Muon", lr=1e-3),
     **{name: recipe_of(name) for name in CHANGES},
+    # with 0.2, the parts of the second gradient of a router's bias cancel all but its rounding
+    "gpt_oss": recipe_of("gpt_oss", lr=0.1),
 }
 # Below the name of a recipe, each line is one set of processes, which run its layouts one after the
 # other; an indented line continues the one above. "*" is every schedule; with `stages`, every one
@@ -256,7 +261,7 @@ shard=2,expert=2; context=2,expert=2
 # qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; replicate=2
 
-# mixtral / qwen3_moe / deepseek_v3 / glm4_moe
+# mixtral / qwen3_moe / deepseek_v3 / glm4_moe / gpt_oss
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2
     ; tensor=2,expert=2; replicate=2
 
@@ -271,6 +276,19 @@ context=2
 
 # learned positions, documents
 context=2; tensor=2
+
+# gpt_oss
+tensor=4; shard=2,tensor=2,expert=2,expert_tensor=2; context=2,tensor=2,expert=2,recompute=full
+
+# sinks, documents
+context=2; shard=2,accumulate=3,recompute=op; tensor=2
+    ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
+
+# sinks, one step
+tensor=2,compile=aot_eager,recompute=full
+
+# sinks, Muon
+shard=2,tensor=2
 """
 # They run with `--layouts`: the table above has nearly all of their pairs of settings. (It compiles
 # with 2 tensor-parallel ranks instead of 4.)
@@ -317,7 +335,7 @@ replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
 # qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
 shard=2,tensor=2; replicate=2,shard=2
 
-# mixtral / qwen3_moe / deepseek_v3 / glm4_moe
+# mixtral / qwen3_moe / deepseek_v3 / glm4_moe / gpt_oss
 shard=2,tensor=2; replicate=2,shard=2
 """
 

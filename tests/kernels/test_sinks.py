@@ -109,7 +109,9 @@ def test_sinks_are_in_the_denominator_in_every_kernel(monkeypatch, documents, wi
     q, k, v, sinks = (leaf.requires_grad_() for leaf in leaves)
     positions = POSITIONS[documents]
     index = index_documents(positions) if documents == "documents" else None
-    out = CausalAttention(window=window)(q, k, v, index, None, sinks)
+    attend = CausalAttention(window=window, sinks=4)
+    attend.sinks.forward = lambda: sinks
+    out = attend(q, k, v, index)
     grads = torch.autograd.grad(out, (q, k, v, sinks), grad)
     for a, b in zip([out, *grads], expected_of(inputs, positions, window), strict=True):
         assert a.shape == b.shape and (a - b).abs().max() < 2e-6 * b.abs().max()
@@ -117,10 +119,11 @@ def test_sinks_are_in_the_denominator_in_every_kernel(monkeypatch, documents, wi
 
 def test_generation_with_a_cache_has_sinks_too():
     q, k, v, sinks, _ = inputs = random_inputs()
-    attend, cache = CausalAttention(window=WINDOW), KeyValueCache(TOKENS)
-    parts = [attend(*(x[:, :, :7] for x in (q, k, v)), None, cache, sinks)]
+    attend, cache = CausalAttention(window=WINDOW, sinks=4), KeyValueCache(TOKENS)
+    attend.sinks.forward = lambda: sinks
+    parts = [attend(*(x[:, :, :7] for x in (q, k, v)), None, cache)]
     for t in range(7, TOKENS):
-        parts.append(attend(*(x[:, :, t : t + 1] for x in (q, k, v)), None, cache, sinks))
+        parts.append(attend(*(x[:, :, t : t + 1] for x in (q, k, v)), None, cache))
     expected, *_ = expected_of(inputs, POSITIONS["one document"], WINDOW)
     assert (torch.cat(parts, 2) - expected).abs().max() < 1e-6
 

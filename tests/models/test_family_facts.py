@@ -27,6 +27,7 @@ PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or
     "mixtral": {"8x7B": 46.7, "8x22B": 140.6},
     "qwen3_moe": {"30B-A3B": 30.5, "235B-A22B": 235},  # arXiv 2505.09388, table 2 and model cards
     "deepseek_v3": {"moonlight-16B": 16, "V3-671B": 671},  # arXiv 2502.16982; arXiv 2412.19437
+    "gpt_oss": {"20B": 20.91, "120B": 116.83},  # arXiv 2508.10925, table 1
     "olmo2": {"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
     "olmo3": {"7B": 7.3, "32B": 32.2},  # arXiv 2512.13961
     # the safetensors of https://huggingface.co/Qwen/Qwen2.5-0.5B and so on

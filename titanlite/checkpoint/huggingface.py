@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlite.checkpoint.dcp import BaseStorageReader, completed_future
+from titanlite.checkpoint.mxfp4 import MXFP4, MXFP4_BLOCK, Mxfp4Slice
 from titanlite.checkpoint.saved_model import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
+from titanlite.log import logger
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.config_json import StoredPart
 from titanlite.storage import StorageFolder
@@ -56,7 +58,9 @@ class TensorLocation:
     file: str
     name: str  # in that file
     shape: torch.Size
-    code: str  # safetensors' dtype code
+    code: str  # safetensors' dtype code, or MXFP4
+    scales: TensorLocation | None = None  # of MXFP4; the other fields are those of its blocks, but
+    # `shape` is that of the elements
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class StoredParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the file; of several tensors, that of the first."""
-        return DTYPE_OF_CODE[self.locations[0].code]
+        """Of the file; of several tensors, that of the first; of MXFP4, which holds its values."""
+        return {**DTYPE_OF_CODE, MXFP4: torch.bfloat16}[self.locations[0].code]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,13 @@ class HuggingFaceFolder:
         for file_name, group in groupby(locations, lambda location: location.file):
             with _open_safetensors(self.folder, file_name) as file:
                 for location in group:
-                    values = part.read(file.get_slice(location.name), offsets, lengths)
+                    stored = file.get_slice(location.name)
+                    if location.scales is not None:
+                        with _open_safetensors(self.folder, location.scales.file) as others:
+                            scales = others.get_slice(location.scales.name)
+                            values = part.read(Mxfp4Slice(stored, scales), offsets, lengths)
+                    else:
+                        values = part.read(stored, offsets, lengths)
                     # copied, as a slice keeps the file mapped
                     yield values.clone(memory_format=torch.contiguous_format)
 
@@ -129,6 +139,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
     mapping = spec.hugging_face
+    if mapping.reads_mxfp4:
+        locations = _join_blocks_and_scales(folder, locations)
     stored_as = {name: mapping.stored_as(name, shape) for name, shape in shapes.items()}
     prefix = mapping.optional_prefix
     if prefix and not any(stored.startswith(prefix) for stored in locations):
@@ -267,6 +279,32 @@ def _read_header(folder: StorageFolder, file_name: str) -> dict[str, TensorLocat
         }
 
 
+def _join_blocks_and_scales(
+    folder: StorageFolder, locations: dict[str, TensorLocation]
+) -> dict[str, TensorLocation]:
+    """The locations, where NAME_blocks and NAME_scales are one tensor NAME in MXFP4."""
+    joined = dict(locations)
+    for name, blocks in locations.items():
+        whole, scales = name.removesuffix("_blocks"), name.removesuffix("_blocks") + "_scales"
+        if whole == name or scales not in locations:
+            continue
+        experts, outputs, *groups = blocks.shape
+        expected = torch.Size([experts, outputs, *groups[:1]])
+        codes = {blocks.code, locations[scales].code}
+        if groups[1:] == [16] and locations[scales].shape == expected and codes == {"U8"}:
+            shape = torch.Size([experts, groups[0] * MXFP4_BLOCK, outputs])
+            joined[whole] = replace(blocks, shape=shape, code=MXFP4, scales=locations[scales])
+            del joined[name], joined[scales]
+    if count := len(locations) - len(joined):
+        logger.info(
+            "%s: %d tensors of experts are stored in MXFP4; they are read as bfloat16, which has"
+            " the same values. An export writes 16 or 32 bits, not MXFP4.",
+            folder,
+            count,
+        )
+    return joined
+
+
 def _check_tensors_match(
     folder: StorageFolder,
     spec: ModelSpec,
@@ -290,7 +328,7 @@ def _check_tensors_match(
         "tensors have an unsupported dtype": [
             f"{name} {location.code}"
             for name, location in stored.items()
-            if location.code not in DTYPE_OF_CODE
+            if location.code not in DTYPE_OF_CODE and location.scales is None
         ],
     }
     problems = [line for item in names_by_problem.items() for line in _format_names(*item)]

@@ -42,7 +42,7 @@ class AttentionSinks(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Causal attention without parameters; a module, so that parallelism can replace its forward.
+    """Causal attention; a module, so that parallelism can replace its forward.
 
     `backend` is the kernel; None lets SDPA choose. It is set around each call and nowhere else, so
     that recomputation in backward and compiled blocks run the same kernel. The process-wide flags
@@ -50,11 +50,14 @@ class CausalAttention(nn.Module):
     and would return a graph with another kernel.
 
     `window`: number of tokens that a token attends to, itself included; 0: to all up to itself.
+    `sinks`: number of query heads with an attention sink; 0: none. Only kernels that return the
+    log-sum-exp can compute them.
     """
 
-    def __init__(self, backend: SDPBackend | None = None, window: int = 0):
+    def __init__(self, backend: SDPBackend | None = None, window: int = 0, sinks: int = 0):
         super().__init__()
         self.backend, self.window = backend, window
+        self.sinks = AttentionSinks(sinks) if sinks else None
 
     def use_backend(self, backend: SDPBackend | None) -> None:
         """Use another kernel from now on; None lets SDPA choose."""
@@ -67,13 +70,12 @@ class CausalAttention(nn.Module):
         v: Tensor,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [B, H, T, K] attends to k, v [B, Hkv, T, K]; returns [B, H, T, K].
 
-        H is a multiple of Hkv. `documents`: given if sequences hold several documents. `sinks` [H]:
-        see `add_sinks`; only kernels that return the log-sum-exp can compute them.
+        H is a multiple of Hkv. `documents`: given if sequences hold several documents.
         """
+        sinks = None if self.sinks is None else self.sinks()
         if documents is not None:
             assert cache is None, "generation produces a single document"
             return document_attention(q, k, v, documents, self.window, sinks)
@@ -81,7 +83,7 @@ class CausalAttention(nn.Module):
         if cache is not None:
             assert cache.length == 0 or not causal, "only an empty cache takes several tokens"
             k, v = cache.extend(k, v)
-        if causal and sinks is not None:
+        if sinks is not None and (causal or cache is None):
             return document_attention(q, k, v, None, self.window, sinks)
         if self.window and self.window < k.shape[2]:
             if causal:

@@ -67,7 +67,7 @@ class AttentionShape:
     seq_len: int
     head_dim: int
     windows: tuple[int, ...] = (0,)  # of the blocks, each once; see CausalAttention
-    sinks: bool = False  # see `add_sinks`
+    sinks: bool = False  # of CausalAttention
 
     def __str__(self) -> str:
         return f"{self.n_heads} heads and {self.n_kv_heads} key-value heads of {self.head_dim}"
@@ -203,7 +203,9 @@ class _KernelTrial:
     def _runner(self, name: str) -> Callable[[], None]:
         """A function that runs one forward and backward of a kernel for each window."""
         shape = self.shape
-        attends = [CausalAttention(KERNELS[name], window) for window in shape.windows]
+        sinks = shape.n_heads * shape.sinks
+        attends = [CausalAttention(KERNELS[name], window, sinks) for window in shape.windows]
+        attends = [attend.to(self.device, self.dtype) for attend in attends]
         # a generator of its own: the default one must stay in the same state on all ranks
         generator = torch.Generator(self.device).manual_seed(0)
         inputs = [
@@ -225,14 +227,13 @@ class _KernelTrial:
         for tensor in inputs:
             tensor.requires_grad_()
         documents = None
-        sinks = inputs[0].new_zeros(shape.n_heads) if shape.sinks else None
         if self.documents:
             positions = torch.arange(shape.seq_len) % -(-shape.seq_len // 4)
             documents = index_documents(positions.expand(shape.batch, -1)).to(self.device)
 
         def run() -> None:
             for attend in attends:
-                torch.autograd.grad(attend(*inputs, documents, None, sinks), inputs, grad)
+                torch.autograd.grad(attend(*inputs, documents), inputs, grad)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 

@@ -62,6 +62,17 @@ def grouped_matmul(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     return _loop_matmul(x, weight, groups.on_host)
 
 
+def add_grouped_bias(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
+    """Rows [M, N], sorted by expert, plus the bias [E, N, 1] of their expert.
+
+    It is a matmul of a one in each row, so that its gradient is one too: a sum over the rows of an
+    expert that is accurate in a low precision, and the same in each run. Zeros align the strides.
+    """
+    zeros = KERNEL_ALIGNMENT // rows.element_size() - 1
+    ones = F.pad(rows.new_ones(len(rows), 1), (0, zeros))
+    return rows + grouped_matmul(ones, F.pad(bias, (0, zeros)), groups)
+
+
 # --- one kernel ----------------------------------------------------------------------------------
 
 

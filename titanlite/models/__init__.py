@@ -10,6 +10,7 @@ from titanlite.models.deepseek_v3 import DEEPSEEK_V3
 from titanlite.models.gemma3 import GEMMA3
 from titanlite.models.glm4_moe import GLM4_MOE
 from titanlite.models.gpt2 import GPT2_FAMILY
+from titanlite.models.gpt_oss import GPT_OSS
 from titanlite.models.llama import LLAMA2, LLAMA3, Llama, Llama3Sizes
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
 from titanlite.models.mistral import MISTRAL
@@ -40,6 +41,7 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     QWEN3_MOE.name: QWEN3_MOE,
     DEEPSEEK_V3.name: DEEPSEEK_V3,
     GLM4_MOE.name: GLM4_MOE,
+    GPT_OSS.name: GPT_OSS,
 }
 
 __all__ = [

@@ -43,12 +43,16 @@ class StoredPart:
         part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
         return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
 
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The stored tensor of all its parameters."""
+        joined = torch.cat(tuple(tensors)) if len(tensors) > 1 else tensors[0]
+        return joined.t() if self.transposed else joined
+
 
 def join_parts(parts: Sequence[StoredPart], tensors: Sequence[Tensor]) -> Tensor:
     """The stored tensor of some parameters, given in any order."""
     ordered = sorted(zip(parts, tensors, strict=True), key=lambda pair: pair[0].index)
-    joined = torch.cat([tensor for _, tensor in ordered]) if len(ordered) > 1 else ordered[0][1]
-    return joined.t() if parts[0].transposed else joined
+    return parts[0].join([tensor for _, tensor in ordered])
 
 
 COMMON_KEYS = {  # fields of the sizes of most families -> keys of config.json
@@ -109,6 +113,7 @@ class HuggingFaceMapping(Generic[SizesT]):
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     # keys of the supported scaling -> their only values, or the default of a size, with
     # "rope_type"; empty: none
+    reads_mxfp4: bool = False  # tensors that are stored as NAME_blocks and NAME_scales
     intervals: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     # keys with an entry for each block -> the usual entry, and that of every n-th block; n is a
     # size, and its default in `defaults`

@@ -53,7 +53,8 @@ def _count_block(block: nn.Module) -> BlockCounts:
         if isinstance(module, nn.Linear):
             weights += module.weight.numel()
         elif isinstance(module, MixtureOfExperts):  # besides its linear layers
-            numel = sum(parameter.numel() for parameter in module.experts.parameters())
+            stacks = module.experts.parameters()
+            numel = sum(stack.numel() for stack in stacks if stack.shape[-1] > 1)  # not biases
             weights += numel * module.sizes.active // module.sizes.count
         elif isinstance(module, CausalAttention):
             window = module.window

@@ -87,8 +87,8 @@ def check_mixtral_sizes(sizes: MixtralSizes) -> Iterator[ConfigError]:
     yield from check_heads(sizes)
     if sizes.n_active_experts == 1:
         yield ConfigError(
-            "model.n_active_experts = 1: a Mixtral divides the weights of a token's experts by"
-            " their sum, so that of a single expert is always 1, and the router is not trained.",
+            "model.n_active_experts = 1: the weights of a token's experts are divided by their"
+            " sum, so that of a single expert is always 1, and the router is not trained.",
             fix='Use at least 2, or model.name = "qwen3_moe".',
         )
 

@@ -12,37 +12,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.kernels.grouped import grouped_matmul, row_groups
+from titanlite.kernels.grouped import RowGroups, add_grouped_bias, grouped_matmul, row_groups
 from titanlite.models.decoder import FeedForward
 from titanlite.models.router import ExpertSizes, Router
 
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of `clamped_swiglu`
+
 
 class GroupedExperts(nn.Module):
-    """Experts (SwiGLU, https://arxiv.org/abs/2002.05202) with stacked weights."""
+    """Experts (SwiGLU, https://arxiv.org/abs/2002.05202) with stacked weights.
+
+    A stack of biases is [E, N, 1], a matrix of one column for each expert.
+    """
 
     def __init__(self, dim: int, sizes: ExpertSizes):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(sizes.count, dim, sizes.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, dim))
-        self.activate: Callable[[Tensor, Tensor], Tensor] = swiglu  # or its compiled version
+        self.biases = sizes.biases
+        if sizes.biases:
+            self.b1 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, 1))
+            self.b2 = nn.Parameter(torch.empty(sizes.count, dim, 1))
+            self.b3 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, 1))
+        # or its compiled version
+        self.activate: Callable[..., Tensor] = clamped_swiglu if sizes.clamped else swiglu
 
     def forward(self, x: Tensor, counts: Tensor, local: Callable = lambda weight: weight) -> Tensor:
         """Rows [M, D], sorted by expert, to rows [M, D]; expert e has `counts[e]` of them, and
         `local` returns what this process has of a weight."""
         w1, w2, w3 = map(local, (self.w1, self.w2, self.w3))
+        b1, b2, b3 = map(local, (self.b1, self.b2, self.b3)) if self.biases else [None] * 3
         groups = row_groups(counts, x, w1, w2, w3)
-        hidden = self.activate(grouped_matmul(x, w1, groups), grouped_matmul(x, w3, groups))
-        return grouped_matmul(hidden, w2, groups)
+        hidden = self.activate(_linear(x, w1, b1, groups), _linear(x, w3, b3, groups))
+        return _linear(hidden, w2, b2, groups)
 
     def compile_activation(self, compile: Callable[[Callable], Callable]) -> None:
         """Compile SwiGLU. The compiler finds out that the number of rows is dynamic."""
-        self.activate = compile(swiglu)
+        self.activate = compile(self.activate)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """The hidden features of experts."""
     return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The hidden features of gpt-oss's experts (https://arxiv.org/abs/2508.10925, section 2.1)."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups) -> Tensor:
+    """Rows [M, K] to rows [M, N], each by the linear layer of its expert."""
+    out = grouped_matmul(x, weight, groups)
+    return out if bias is None else add_grouped_bias(out, bias, groups)
 
 
 # Lets experts compute rows, wherever the experts are: (experts, rows, counts) starts to send this

@@ -55,6 +55,7 @@ class YarnScaling:
     slow_turns: float = 1.0
     original_context: int = 4096  # tokens
     rotary_factor: float = 1.0  # of cosines and sines; DeepSeek-V3 multiplies scores instead
+    truncate: bool = True  # the blend begins and ends at whole pairs
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """Radians per position [K/2] for the longer context."""
@@ -65,8 +66,10 @@ class YarnScaling:
             ratio = self.original_context / (turns * 2 * math.pi)
             return pairs * math.log(ratio) / math.log(theta)
 
-        first = max(math.floor(pair_with(self.fast_turns)), 0)
-        last = min(math.ceil(pair_with(self.slow_turns)), 2 * pairs - 1)
+        first, last = pair_with(self.fast_turns), pair_with(self.slow_turns)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
         index = torch.arange(pairs, dtype=torch.float32, device="cpu")
         divided = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
         return frequencies * (1 - divided) + frequencies / self.factor * divided

@@ -29,6 +29,8 @@ class ExpertSizes:
     groups: int = 1  # groups of consecutive experts
     active_groups: int = 1  # groups that a token may select experts from
     selection_bias: bool = False  # select by score + bias; the bias is not part of the weights
+    biases: bool = False  # of the linear layers of the experts and the router
+    clamped: bool = False  # the activation is `clamped_swiglu`
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class RouterGate(nn.Linear):
     """The linear layer of a router: logits in fp32, whatever the dtype of x and of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(
+            x.float(), self.weight.float(), None if self.bias is None else self.bias.float()
+        )
 
 
 class Router(nn.Module):
@@ -97,7 +101,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, sizes: ExpertSizes):
         super().__init__()
         self.sizes = sizes
-        self.gate = RouterGate(dim, sizes.count, bias=False)
+        self.gate = RouterGate(dim, sizes.count, bias=sizes.biases)
         bias = torch.zeros(sizes.count) if sizes.selection_bias else None
         self.register_buffer("expert_bias", bias)
         load = torch.full((sizes.count,), 1 / sizes.count)

@@ -27,8 +27,12 @@ class MatrixFacts:
     compute_dtype: torch.dtype = torch.float32  # of the model's matmuls
 
     def is_hidden(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a parameter is a matrix inside a block, or a stack of them: experts."""
-        return len(shape) in (2, 3) and name.startswith(f"{self.spec.blocks_path}.")
+        """Whether a parameter is a matrix inside a block, or a stack of them: experts.
+
+        A matrix of one column is a bias.
+        """
+        is_matrix = len(shape) in (2, 3) and shape[-1] > 1
+        return is_matrix and name.startswith(f"{self.spec.blocks_path}.")
 
     def head_rows(self, name: str) -> int:
         """Rows of a matrix that belong to one head; 0 if its rows are not heads."""

@@ -28,14 +28,13 @@ from titanlite.parallelize.context_tiles import SequenceShard, encode_document_t
 
 
 def _attend_over_ranks(
-    attention: nn.Module,
+    attention: CausalAttention,
     options: tuple[str, bool, str, int, bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     documents: DocumentIndex | None = None,
     cache: None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks of a group.
 
@@ -43,6 +42,7 @@ def _attend_over_ranks(
     """
     assert cache is None, "generation runs on one process"
     tiles = None if documents is None else documents.on_host
+    sinks = None if attention.sinks is None else attention.sinks()
     return context_parallel_forward(q, k, v, sinks, tiles, *options)[0]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.collectives import local_shard, shard_region
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.errors import ConfigError
 from titanlite.models import ExpertSizes, ModelSizes, ModelSpec, first_match
@@ -39,6 +39,9 @@ from titanlite.parallelize.token_exchange import start_exchange
 
 # The hidden dimension of each weight, which is sharded over the tensor ranks
 EXPERT_HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
+# The channels of a bias are sharded, too. The output of a rank is a summand; its shard of b2
+# [E, D, 1] is in that of these channels only, so that the sum has the bias once.
+EXPERT_HIDDEN_DIMS |= {"b1": 1, "b2": 1, "b3": 1}
 SHARED_HIDDEN_DIMS = {"w1": 0, "w2": 1, "w3": 0}  # of [F, D] and [D, F]
 
 
@@ -47,7 +50,8 @@ def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
     dims = {}
     for path, module in model.named_modules():
         if isinstance(module, GroupedExperts):
-            dims.update({f"{path}.{name}": dim for name, dim in EXPERT_HIDDEN_DIMS.items()})
+            names = dict(module.named_parameters())
+            dims.update({f"{path}.{name}": EXPERT_HIDDEN_DIMS[name] for name in names})
         if isinstance(module, MixtureOfExperts) and module.shared_experts is not None:
             shared = f"{path}.shared_experts"
             dims |= {f"{shared}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()}
@@ -67,7 +71,8 @@ def weight_shards(
         hidden_dim, stacked = hidden_dims.get(name), len(shape) == 3
         if hidden_dim is not None:
             shape[0] //= degrees.expert if stacked else 1
-            shape[hidden_dim] //= degrees.expert_tensor_ranks if stacked else degrees.tensor
+            ranks = degrees.expert_tensor_ranks if stacked else degrees.tensor
+            shape[hidden_dim] = -(-shape[hidden_dim] // ranks)
             shards[name] = shape
         elif len(shape) == 2:
             role, (rows, columns) = first_match(spec.tp_plan, name.rpartition(".")[0]), shape
@@ -114,7 +119,8 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
     """Shard the weights: experts over expert ranks, their hidden width over the tensor ranks."""
     if mesh.ep_tp.size() == 1:
         return
-    for name, dim in EXPERT_HIDDEN_DIMS.items():
+    for name in dict(experts.named_parameters()):
+        dim = EXPERT_HIDDEN_DIMS[name]
         placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
         if mesh.ep_tp.ndim == 2:
             placements.append(Shard(dim))
@@ -123,7 +129,19 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
 
 
 def _compute_shard(experts: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    return forward(experts, *inputs, local=local_shard)
+    return forward(experts, *inputs, local=partial(_local_weight, experts))
+
+
+def _local_weight(experts: nn.Module, weight: Tensor) -> Tensor:
+    """This rank's shard of a weight; of the bias b2 all channels, those of other ranks zero."""
+    local = local_shard(weight)
+    if weight is not getattr(experts, "b2", None):
+        return local
+    assert isinstance(weight, DTensor)
+    own = weight.device_mesh.get_coordinate()
+    assert own is not None, "this rank has a shard"
+    first = shard_region(weight, own)[1][1]
+    return F.pad(local, (0, 0, first, weight.shape[1] - first - local.shape[1]))
 
 
 def _parallelize_over_tensor_ranks(
@@ -144,7 +162,8 @@ def _parallelize_over_tensor_ranks(
 
 def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
     """The logits in fp32, as `RouterGate`; the ranks' gradients of the weight are summed."""
-    return F.linear(x.float(), replicated_local(gate.weight).float())
+    bias = None if gate.bias is None else replicated_local(gate.bias).float()
+    return F.linear(x.float(), replicated_local(gate.weight).float(), bias)
 
 
 def _shard_shared_experts(shared: nn.Module, tp: DeviceMesh) -> None:

@@ -178,11 +178,11 @@ class PerHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, Shard(0))
-        replace_forward(module, _local_weight)
+        replace_forward(module, _own_heads)
         return module
 
 
-def _local_weight(module: nn.Module) -> Tensor:
+def _own_heads(module: nn.Module) -> Tensor:
     weight = module.get_parameter("weight")
     assert isinstance(weight, DTensor)
     return weight.to_local()

@@ -154,7 +154,7 @@ class _BlockTape:
             tape.add(0.0 if e.gathers else a.hidden)
             tape.add(*[e.shared] * (GATED - stored), 0.0 if stored else e.hidden)
         kept = stored and not e.exchanged
-        tape.add(*[e.inner] * (GATED - kept), 0.0 if kept and not e.shared else e.rows)
+        tape.add(*[e.inner] * (e.saved_inner - kept), 0.0 if kept and not e.shared else e.rows)
         tape.use(received, received)  # the results in the order of the ranks, and as they arrive
         tape.use(e.hidden_fp32, e.hidden_fp32, e.hidden)  # the sum over a token's rows
         tape.use(e.hidden, e.hidden)
@@ -171,6 +171,9 @@ class _BlockTape:
         tape.use(received, received)
         self._linear(each, e.inner)
         tape.free(e.rows, e.inner)
+        if e.saved_inner > GATED:  # gpt-oss: nothing of gate and up is freed before the matmuls
+            tape.add(*[e.inner] * 4)  # gradients of both factors, and of those of the first
+            tape.free(*[e.inner] * (e.saved_inner - GATED), e.inner)
         tape.add(e.inner, e.inner)  # gradients of the two factors
         tape.free(e.inner, e.inner, e.inner)
         self._linear(each, e.rows)

@@ -96,8 +96,10 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         attention.append(ParameterShape("bq", (model.n_heads * width,), 0))
         keys = (model.n_kv_heads * width,)
         attention += [ParameterShape(name, keys, 0, whole=width) for name in ("bk", "bv")]
-    if model.biases is True:
+    if model.biases in (True, "linear"):
         attention.append(ParameterShape("bo", (dim,)))
+    if model.sinks:
+        attention.append(ParameterShape("sinks", (model.n_heads,), 0))
     if model.qk_norm == "projections":
         heads = {"q": (model.n_heads, 1), "k": (model.n_kv_heads, width)}
         for n, (count, whole) in heads.items():
@@ -107,10 +109,12 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
     dense = (*attention, *_feed_forward_shapes(model, model.hidden_dim, 1))
     block = dense
     if experts := model.experts:
-        router = ParameterShape("router", (experts.count, dim))
+        router = [ParameterShape("router", (experts.count, dim))]
+        if model.biases in (True, "linear"):
+            router.append(ParameterShape("router bias", (experts.count,)))
         routed = _feed_forward_shapes(model, experts.hidden_dim, experts.count)
         shared = _feed_forward_shapes(model, experts.shared_hidden_dim, 1)
-        block = (*attention, router, *routed, *(shared if experts.shared_hidden_dim else ()))
+        block = (*attention, *router, *routed, *(shared if experts.shared_hidden_dim else ()))
     tied = tuple(tables[:1]) if model.tied_embeddings else ()
     return ModelParts(tuple(tables), block, tuple(norm), output, dense, tied)
 
@@ -140,15 +144,20 @@ def _feed_forward_shapes(model: ModelShape, hidden: int, count: int) -> tuple[Pa
     dim, expert = model.dim, count > 1
     up = ("w1", "w3") if model.gated else ("w1",)
     if expert:  # one tensor for all experts
+        outputs = {**dict.fromkeys(up, hidden), "w2": dim}
+        biases = [
+            ParameterShape(f"b{n}", (count, size, 1), 1, expert=True) for n, size in outputs.items()
+        ]
         return (
             *(ParameterShape(n, (count, hidden, dim), 1, expert=True) for n in up),
             ParameterShape("w2", (count, dim, hidden), 2, expert=True),
+            *(biases if model.biases in (True, "linear") else ()),
         )
     biases = [ParameterShape("b1", (hidden * len(up),), 0), ParameterShape("b2", (dim,))]
     return (
         *(ParameterShape(n, (hidden, dim), 0) for n in up),
         ParameterShape("w2", (dim, hidden), 1),
-        *(biases if model.biases is True else ()),
+        *(biases if model.biases in (True, "linear") else ()),
     )
 
 

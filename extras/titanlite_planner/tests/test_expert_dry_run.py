@@ -81,6 +81,14 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
         ("qwen3_moe", ["--parallelism.tensor_parallel_degree=2"]),
         ("mixtral", ["--activation_checkpoint.mode=full"]),
         (
+            "gpt_oss",
+            [
+                "--parallelism.tensor_parallel_degree=2",
+                "--parallelism.expert_parallel_degree=4",
+                "--activation_checkpoint.mode=full",
+            ],
+        ),
+        (
             "deepseek_v3",  # its first block has no experts
             [
                 "--parallelism.pipeline_parallel_degree=2",
