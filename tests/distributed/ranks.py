@@ -26,7 +26,10 @@ from conftest import HANG_SECONDS
 PRELOAD = [
     "numpy.random",
     "pytest",
+    "tests.fast_matmul",
     "torch._dynamo",  # FSDP imports it in its first forward: 0.5 s per rank
+    "functorch.compile",  # torch.compile imports these with any backend: 2 s per rank
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -98,6 +101,7 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     import torch
     import torch.distributed as dist
 
+    from tests.fast_matmul import compute_matmuls_in_fp32
     from titanlite.distributed.rendezvous import connect_gloo_on_demand
 
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open until the process is killed
@@ -105,6 +109,7 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    compute_matmuls_in_fp32()
     connect_gloo_on_demand()
     try:
         dist.init_process_group(
