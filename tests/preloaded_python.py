@@ -40,7 +40,7 @@ PRELOAD = (
     "titanlite.training.loop",
 )
 # Started once for each command: without site, and with built-in modules alone, in 20 ms. It sends
-# (arguments, working directory, environment) and its standard streams, and forwards signals.
+# (arguments, working directory, environment, parent) and its standard streams; it forwards signals.
 CLIENT = """#!{python} -IS
 import _signal, _socket, marshal, os, sys
 arguments = {prefix!r} + sys.argv[1:]
@@ -50,7 +50,7 @@ if not arguments or arguments[0][0] == "-" and arguments[0] not in ("-", "-c", "
     os.execv({python!r}, [{python!r}] + sys.argv[1:])
 server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 server.connect({address!r})
-request = marshal.dumps((arguments, os.getcwd(), dict(os.environ)))
+request = marshal.dumps((arguments, os.getcwd(), dict(os.environ), os.getppid()))
 streams = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
 rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)]
 server.sendmsg([len(request).to_bytes(8, "big")], rights)
@@ -107,7 +107,10 @@ def serve(listener: socket.socket, python: str) -> None:
     given = {"", os.getcwd(), *os.environ["PYTHONPATH"].split(":")}
     for name in PRELOAD:
         importlib.import_module(name)
+    from tests.fast_matmul import compute_matmuls_in_fp32  # it imports torch
+
     path = [folder for folder in sys.path if folder not in given]
+    compute_matmuls_in_fp32()
     gc.collect()
     gc.freeze()  # else gc would touch, and so copy, the pages that the forks share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -123,7 +126,7 @@ def serve(listener: socket.socket, python: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     request = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
-    arguments, folder, environment = marshal.loads(request)
+    arguments, folder, environment, parent = marshal.loads(request)
     if child := os.fork():
         connection.sendall(child.to_bytes(8, "big"))
         for stream in (0, 1, 2, *streams):
@@ -137,6 +140,7 @@ def serve(listener: socket.socket, python: str) -> None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(folder)
+    os.getppid = lambda: parent  # of the command: the ranks of one torchrun have the same
     os.environ.clear()
     os.environ.update(environment)
     added = environment.get("PYTHONPATH", "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -78,13 +77,13 @@ def test_a_folder_without_a_checkpoint_is_a_user_error(run_folder, argv, script)
 @pytest.mark.parametrize(
     "argv", [("checkpoint.py", "show"), ("checkpoint.py", "--help")], ids=" ".join
 )
-def test_a_pipe_to_head_ends_without_a_traceback(run_folder, argv):
+def test_a_pipe_to_head_ends_without_a_traceback(run_folder, argv, python):
     script, *arguments = argv
     if arguments == ["show"]:
         arguments.append(str(run_folder / "checkpoint" / "step-1"))
     read_end, write_end = os.pipe()
     os.close(read_end)  # `head` has printed its lines and exited
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    command = [python, str(ROOT / "scripts" / script), *arguments]
     run = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert run.stderr == "" and run.returncode == -signal.SIGPIPE

@@ -117,13 +117,20 @@ def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
     }
 
 
-LAYOUTS = parse_layouts("one; shard=2; replicate=2; tensor=2; shard=2,tensor=2; context=2")
-LAYOUTS += [Layout(pipeline=2, microbatch=3, less=(0, 0))]
-MORE_LAYOUTS = parse_layouts(  # with 4 tensor-parallel ranks, more than key-value heads
-    "accumulate=3,reduction=last_microbatch; tensor=4;"
-    "pipeline=2,microbatch=3,schedule=InterleavedZeroBubble;"
-    "pipeline=2,microbatch=3,schedule=ZBVZeroBubble; pipeline=2,microbatch=3,schedule=DualPipeV"
-)
+BY_RANKS = {  # number of ranks -> layouts, for which they are started once
+    1: parse_layouts("one"),
+    2: [
+        *parse_layouts("shard=2; replicate=2; tensor=2; context=2"),
+        Layout(pipeline=2, microbatch=3, less=(0, 0)),
+    ],
+    4: parse_layouts("shard=2,tensor=2"),
+}
+MORE = {  # with 4 tensor-parallel ranks, more than key-value heads
+    1: "accumulate=3,reduction=last_microbatch",
+    2: "pipeline=2,microbatch=3,schedule=InterleavedZeroBubble;"
+    "pipeline=2,microbatch=3,schedule=ZBVZeroBubble; pipeline=2,microbatch=3,schedule=DualPipeV",
+    4: "tensor=4",
+}
 # Matmuls in 16 bits are slow on a CPU, so there are few tokens.
 SMALL = {"batch": 12, "seq_len": 24}
 RECIPE = replace(SGD, sizes=replace(SIZES, qk_norm=True), **SMALL)
@@ -135,15 +142,20 @@ PRECISIONS = [  # (compute dtype, param dtype)
 ]
 
 
-def dtypes_of_each_precision(layout) -> list[dict]:
-    return [dtypes_of_a_step(layout, *dtypes) for dtypes in PRECISIONS]
+Case = tuple[Layout, torch.dtype, torch.dtype]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS], ids=str)
-def test_every_layout_uses_the_configured_dtypes(layout):
-    for rank in run_on_ranks(dtypes_of_each_precision, layout.degrees.ranks, layout):
-        for dtypes, (compute, param) in zip(rank, PRECISIONS, strict=True):
-            assert dtypes["matmuls"] == {compute}
+def dtypes_of_steps(cases: list[Case]) -> list[dict]:
+    return [dtypes_of_a_step(*case) for case in cases]
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+def test_every_layout_uses_the_configured_dtypes(ranks):
+    layouts = [*BY_RANKS[ranks], *parse_layouts(MORE[ranks])]
+    cases = [(layout, *dtypes) for layout in layouts for dtypes in PRECISIONS]
+    for rank in run_on_ranks(dtypes_of_steps, ranks, cases):
+        for dtypes, (layout, compute, param) in zip(rank, cases, strict=True):
+            assert dtypes["matmuls"] == {compute}, layout
             assert dtypes["activations"] == {compute}
             assert dtypes["gradients"] == dtypes["weights"] == {param}
             assert dtypes["optimizer states"] == {param}
@@ -222,10 +234,15 @@ def steps_with_an_overflow(layout) -> list[dict]:
     return steps
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit(layout):
+def runs_with_an_overflow(layouts: list[Layout]) -> list[list[dict]]:
+    return [steps_with_an_overflow(layout) for layout in layouts]
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+def test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit(ranks):
     expected = one_process(CLIPPED)
-    for steps in run_on_ranks(steps_with_an_overflow, layout.degrees.ranks, layout):
+    by_rank = run_on_ranks(runs_with_an_overflow, ranks, BY_RANKS[ranks])
+    for steps in (steps for runs in by_rank for steps in runs):
         assert [step["skipped"] for step in steps] == [n == OVERFLOWING for n in range(4)]
         assert [step["scale"] for step in steps] == [1024.0, 1024.0, 512.0, 512.0]
         before, after = (steps[n]["tensors"] for n in (OVERFLOWING - 1, OVERFLOWING))

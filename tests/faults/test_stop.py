@@ -215,12 +215,12 @@ for number in map(int, sys.argv[1:]):
 """
 
 
-def test_only_signals_after_which_torchrun_kills_start_its_limit():
+def test_only_signals_after_which_torchrun_kills_start_its_limit(python):
     numbers = [str(int(s)) for s in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)]
     read_end, broken = os.pipe()  # as after `2>&1 | head`
     os.close(read_end)
     done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, *numbers],
+        [python, "-c", SIGNALLED, *numbers],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=broken,
@@ -320,7 +320,7 @@ if [ $1 = show ]; then echo 127.0.0.1; else echo "$@" > "$(dirname "$0")/requeue
 
 
 def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_job(
-    run_toml, tmp_path
+    run_toml, tmp_path, python
 ):
     out = tmp_path / "out"
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -328,7 +328,7 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
         (tmp_path / name).chmod(0o755)
     job = str(os.getpid())  # the port follows from it, so that two suites can run at once
     slurm = {"SLURM_JOB_ID": job, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
-    limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "1"}
+    limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "1", "PYTHON_EXEC": python}
     batch = ["bash", str(ROOT / "scripts" / "slurm.sh"), *argv_of(run_toml, *LONG)]
     process = start_under_launcher(batch, tmp_path, **slurm, **limits)
     wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
@@ -345,10 +345,11 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     assert [e["step"] for e in events_of(out, "resumed")] == [last]
 
 
-def test_ctrl_c_at_torchrun_saves_the_run(run_toml, tmp_path):
+def test_ctrl_c_at_torchrun_saves_the_run(run_toml, tmp_path, python):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    process = start_under_launcher([*command, "train.py", *argv_of(run_toml, *LONG)], tmp_path)
+    argv = [*command, "train.py", *argv_of(run_toml, *LONG)]
+    process = start_under_launcher(argv, tmp_path, PYTHON_EXEC=python)  # for its ranks
     wait_for(process, lambda: len(steps_of(out)) > 1, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     process.wait(HANG_SECONDS)
