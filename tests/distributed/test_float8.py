@@ -8,8 +8,8 @@ a scale: those of a rank's micro-batch. So the reference uses micro-batches of t
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -155,70 +155,84 @@ def gradient_errors(record: Record, expected: Record) -> list[float]:
 TIED = replace(SIZES, vocab_size=512, tied_embeddings=True)
 ONE_HEAD = replace(SIZES, n_kv_heads=1)  # replicated over two tensor-parallel ranks
 BLOCKS_OF_32 = replace(SIZES, n_kv_heads=4, hidden_dim=128)  # also in two tensor-parallel shards
-
-
-def case_name(value) -> str:
-    if isinstance(value, Llama3Sizes):
-        names = {SIZES: "untied", TIED: "tied", ONE_HEAD: "one head", BLOCKS_OF_32: "aligned"}
-        return names[value]
-    return str(value)
+ONE_BLOCK = replace(SIZES, n_layers=1)
 
 
 # --- training result -----------------------------------------------------------------------------
 
 
+Case = tuple[Layout, Float8Config, Llama3Sizes, int]  # the last one: sequences of a micro-batch
+
+
+def run_cases(recipe: Recipe, cases: list[Case]) -> list:
+    return [run(layout, replace(recipe, sizes=sizes), float8) for layout, float8, sizes, _ in cases]
+
+
+def results_of(recipe: Recipe, cases: list[Case]) -> Iterator[tuple[Record, Record]]:
+    """For each case: (record of all ranks, that of one process); the layers are checked."""
+    by_rank = run_on_ranks(run_cases, cases[0][0].degrees.ranks, recipe, cases)
+    for (_, float8, sizes, microbatch), *ranks in zip(cases, *by_rank, strict=True):
+        assert_float8(ranks, sizes, float8)
+        expected = one_process(replace(recipe, sizes=sizes), float8, microbatch)
+        yield merge_ranks([record for record, _ in ranks]), expected
+
+
 @pytest.mark.parametrize(
-    "layout, float8, sizes, microbatch",
+    "cases",
     [
-        (Layout(), TENSORWISE, SIZES, 8),
-        (Layout(shard=2, recompute="full"), SCALED, SIZES, 4),
-        (Layout(shard=2, offload=True), GATHERED, TIED, 4),
-        (Layout(replicate=2, shard=2, compile="aot_eager"), SCALED, SIZES, 2),
-        (Layout(pipeline=2, microbatch=4), SCALED, SIZES, 4),
-        (Layout(shard=2), ROWWISE, SIZES, 4),
-        (Layout(shard=2, recompute="selective"), MXFP8, SIZES, 4),
-        (Layout(pipeline=2, microbatch=4, compile="aot_eager"), MX_LAST, SIZES, 4),
+        [
+            (Layout(), TENSORWISE, SIZES, 8),
+            (Layout(compile="aot_eager"), MXFP8, ONE_BLOCK, 8),
+        ],
+        [
+            (Layout(shard=2, recompute="full"), SCALED, SIZES, 4),
+            (Layout(shard=2, offload=True), GATHERED, TIED, 4),
+            (Layout(shard=2, compile="aot_eager"), SCALED, SIZES, 4),
+            (Layout(pipeline=2, microbatch=4), SCALED, SIZES, 4),
+            (Layout(shard=2), ROWWISE, SIZES, 4),
+            (Layout(shard=2, recompute="selective"), MXFP8, SIZES, 4),
+            (Layout(pipeline=2, microbatch=4), MX_LAST, SIZES, 4),
+        ],
     ],
-    ids=case_name,
+    ids=["one rank", "two ranks"],
 )
-def test_data_and_pipeline_parallel_train_like_one_process(layout, float8, sizes, microbatch):
+def test_data_and_pipeline_parallel_train_like_one_process(cases):
     """They round the same numbers, so the tolerance is that without Float8. Measured: bit-equal,
     except for the sum of the losses."""
-    recipe = replace(RECIPE, sizes=sizes)
-    ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
-    record = replace(merge_ranks([record for record, _ in ranks]), validations=[0.0])
-    expected = replace(one_process(recipe, float8, microbatch), validations=[1.0])
-    errors = worst_error(record, expected, tensors=True)
-    del errors["validation"]
-    assert max(errors.values()) <= 1e-5, errors
-    assert_float8(ranks, sizes, float8)
+    for case, (record, expected) in zip(cases, results_of(RECIPE, cases), strict=True):
+        record, expected = replace(record, validations=[0.0]), replace(expected, validations=[1.0])
+        errors = worst_error(record, expected, tensors=True)
+        del errors["validation"]
+        assert max(errors.values()) <= 1e-5, (str(case[0]), str(case[1]), errors)
 
 
 @pytest.mark.parametrize(
-    "layout, float8, sizes, microbatch",
+    "cases",
     [
-        (Layout(tensor=2), MIXED, SIZES, 8),
-        (Layout(tensor=2, recompute="selective"), GATHERED, ONE_HEAD, 8),
-        (Layout(tensor=2), GW_HP, SIZES, 8),
-        (Layout(shard=2, tensor=2), SCALED, SIZES, 4),
-        (Layout(context=2), ROWWISE, SIZES, 8),
-        (Layout(context=2), MXFP8, SIZES, 8),
-        (Layout(shard=2, tensor=2), MX_LAST, BLOCKS_OF_32, 4),
+        [
+            (Layout(tensor=2), MIXED, SIZES, 8),
+            (Layout(tensor=2, recompute="selective"), GATHERED, ONE_HEAD, 8),
+            (Layout(tensor=2), GW_HP, SIZES, 8),
+            (Layout(context=2), ROWWISE, SIZES, 8),
+            (Layout(context=2), MXFP8, SIZES, 8),
+        ],
+        [
+            (Layout(shard=2, tensor=2), SCALED, SIZES, 4),
+            (Layout(shard=2, tensor=2), MX_LAST, BLOCKS_OF_32, 4),
+        ],
     ],
-    ids=case_name,
+    ids=["two ranks", "four ranks"],
 )
-def test_tensor_and_context_parallel_train_like_one_process(layout, float8, sizes, microbatch):
+def test_tensor_and_context_parallel_train_like_one_process(cases):
     """They add in another order, so a few values round to the neighbouring Float8 value, 6 to 25 %
     away. Measured error of the median weight's gradient: below 3e-7, and up to 6e-3 where that
     happened. With the scales of other shards it would be 7e-2."""
-    recipe = replace(RECIPE, sizes=sizes, steps=1)
-    ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
-    record = merge_ranks([record for record, _ in ranks])
-    expected = one_process(recipe, float8, microbatch)
-    assert record.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert record.norms == pytest.approx(expected.norms, rel=1e-4)
-    assert median(gradient_errors(record, expected)) <= 9e-3
-    assert_float8(ranks, sizes, float8)
+    recipe = replace(RECIPE, steps=1)
+    for case, (record, expected) in zip(cases, results_of(recipe, cases), strict=True):
+        name = f"{case[0]} {case[1]}"
+        assert record.losses == pytest.approx(expected.losses, rel=1e-5), name
+        assert record.norms == pytest.approx(expected.norms, rel=1e-4), name
+        assert median(gradient_errors(record, expected)) <= 9e-3, name
 
 
 def test_tensorwise_context_parallel_trains_nearly_like_one_process():
@@ -252,12 +266,11 @@ SHARED_EXPERTS = MoESizes(
 @pytest.mark.parametrize(
     "layout, float8, microbatch",
     [
-        (Layout(tensor=2), TENSORWISE, 8),
         (Layout(tensor=2, expert=2), TENSORWISE, 8),
         (Layout(tensor=2), ROWWISE, 8),
         (Layout(shard=2, tensor=2, expert=2), SCALED, 4),
     ],
-    ids=case_name,
+    ids=str,
 )
 def test_shared_experts_are_float8_under_tensor_parallel_too(layout, float8, microbatch):
     """In high precision their gradients differ by 7e-2 from those of one process."""
@@ -345,14 +358,20 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
     return [*losses, *record.losses, *record.norms]
 
 
-@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(tensor=2)], ids=str)
-def test_precomputed_scales_are_those_of_the_current_full_weights(layout):
+def losses_of_all(layouts: list[Layout]) -> list[tuple[list[float], list[float]]]:
+    """With precomputed scales, and with those of each all-gather."""
+    return [
+        (losses_after_changes(layout, SCALED), losses_after_changes(layout, GATHERED))
+        for layout in layouts
+    ]
+
+
+def test_precomputed_scales_are_those_of_the_current_full_weights():
     """A stale scale would silently saturate weights that grew; the scale of a shard would make the
     result depend on the layout."""
-    precomputed, on_the_fly = (
-        run_on_ranks(losses_after_changes, 2, layout, float8)[0] for float8 in (SCALED, GATHERED)
-    )
-    assert precomputed == on_the_fly
+    layouts = [Layout(shard=2), Layout(tensor=2)]
+    for precomputed, on_the_fly in run_on_ranks(losses_of_all, 2, layouts)[0]:
+        assert precomputed == on_the_fly
 
 
 ADAMW = replace(RECIPE, optimizer="AdamW", lr=1e-3, steps=3)
@@ -385,24 +404,29 @@ def load_train_save(folders, layout, float8, until, before=0):
     return loaded, record.losses, saved_bits(state)
 
 
+def load_train_save_all(runs) -> list[tuple]:
+    return [load_train_save(*options) for options in runs]
+
+
 def test_checkpoints_with_and_without_float8_are_interchangeable(tmp_path):
     """Save with Float8, load without it under another layout, save, load with it: bit-equal. And a
     run that resumes with Float8 has the losses of a run without interruption."""
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     shard, tensor = Layout(shard=2), Layout(tensor=2)
-    _, _, saved = run_on_ranks(load_train_save, 2, (None, first), shard, SCALED, 1)[0]
+    runs = [
+        ((None, first), shard, SCALED, 1),
+        ((first, second), tensor, NO_FLOAT8, 2),
+        ((second, None), tensor, SCALED, 3),
+        ((first, None), shard, SCALED, 3, 2),
+        ((None, None), shard, SCALED, 3),
+    ]
+    of_runs = run_on_ranks(load_train_save_all, 2, runs)[0]
+    (_, _, saved), (loaded, _, without), (with_float8, _, _), (again, resumed, _), whole = of_runs
+    assert loaded == saved and with_float8 == without and again == saved
+    assert resumed == whole[1][1:]
     files = [path for path in Path(first).rglob("*") if path.is_file()]
-    assert files and not any(
-        b"torchao" in path.read_bytes() for path in files
-    )  # no wrapper classes
-    loaded, _, without = run_on_ranks(load_train_save, 2, (first, second), tensor, NO_FLOAT8, 2)[0]
-    assert loaded == saved
-    loaded, _, _ = run_on_ranks(load_train_save, 2, (second, None), tensor, SCALED, 3)[0]
-    assert loaded == without
-    loaded, resumed, _ = run_on_ranks(load_train_save, 2, (first, None), shard, SCALED, 3, 2)[0]
-    assert loaded == saved
-    _, uninterrupted, _ = run_on_ranks(load_train_save, 2, (None, None), shard, SCALED, 3)[0]
-    assert resumed == uninterrupted[1:]
+    wrappers = [path for path in files if b"torchao" in path.read_bytes()]
+    assert files and not wrappers
 
 
 # --- convergence ---------------------------------------------------------------------------------
@@ -442,14 +466,15 @@ def train_with_each(float8s, *options) -> list[list[float]]:
 
 
 def test_float8_converges_like_bf16():
-    float8s = (NO_FLOAT8, TENSORWISE, ROWWISE, GW_HP)
+    float8s = (NO_FLOAT8, TENSORWISE, ROWWISE)
     bf16, *others = run_on_ranks(train_with_each, 1, float8s, 30, 8, 48)[0]
     assert sum(bf16[-3:]) < 0.8 * sum(bf16[:3])  # the loss decreases
     for losses in others:
         assert losses != bf16 and losses == pytest.approx(bf16, rel=2e-3)
 
 
-def test_importing_torchao_prints_nothing():
-    code = "from titanlite.parallelize.float8 import torchao; torchao()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+def test_importing_torchao_prints_nothing(python):
+    code = "import sys; assert 'torchao' not in sys.modules;"
+    code += "from titanlite.parallelize.float8 import torchao; torchao()"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -44,14 +44,12 @@ from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.state import TrainState
 
 LAYOUTS = {
-    "one": Layout(),
     "fsdp3": Layout(shard=3),  # 32 rows over 3 ranks, and a matrix of 2 rows: a rank has none
     "tp2": Layout(tensor=2),
     "tp4": Layout(tensor=4),  # more ranks than key-value heads: these are replicated
     "fsdp2tp2": Layout(shard=2, tensor=2),
     "hsdp": Layout(replicate=2, shard=2),
     "pp2": Layout(pipeline=2),
-    "cp2": Layout(context=2),
 }
 LOOP = {"implementation": "for-loop"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -70,7 +68,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # The others resume in test_resume.py and test_memory_options.py.
 RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon", "SOAP")
-STEPS, STOP, LR = 5, 3, 0.05
+STEPS, STOP, LR = 4, 2, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
 RECIPE = replace(SGD, sizes=SIZES, batch=6, seq_len=12)  # a block for each of two stages
@@ -176,7 +174,8 @@ def expected_of(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return start, tensors_of(model, optimizers)
 
 
-@pytest.mark.parametrize("layout", ["fsdp3", "tp4", "fsdp2tp2", "hsdp", "pp2", "cp2"])
+# Replicas and stages resume below; context parallel shards as FSDP does.
+@pytest.mark.parametrize("layout", ["fsdp3", "tp4", "fsdp2tp2"])
 def test_update_and_state_equal_one_process(layout):
     by_rank = run_on_ranks(train_all, LAYOUTS[layout].degrees.ranks, LAYOUTS[layout])
     for name in optimizers_of(LAYOUTS[layout]):

@@ -35,21 +35,23 @@ from titanlite.storage import StorageFolder
 DENSE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 TIED = with_tied_embeddings(DENSE)
 EXPERTS = replace(ADAMW, sizes=replace(MOE_SIZES, n_layers=2), batch=8, seq_len=12)
-RUNS = {  # name -> (recipe, layouts); a run saved under each layout resumes under others
+RUNS = {  # name -> (recipe, layouts, more of them with `--layouts 2`)
     "dense": (  # 509 rows over 3 ranks
         DENSE,
-        "one; shard=3,accumulate=2; shard=2,tensor=2; pipeline=2,context=2,microbatch=3;"
-        "pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble",
+        "one; shard=3,accumulate=2; shard=2,tensor=2;"
+        "pipeline=2,microbatch=3,schedule=ZBVZeroBubble",
+        "pipeline=2,context=2,microbatch=3; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble",
     ),
     "tied": (
         TIED,
-        "one; pipeline=2,microbatch=3; pipeline=2,shard=2,microbatch=3;"
-        "pipeline=2,tensor=2,microbatch=3,schedule=ZBVZeroBubble",
+        "one; pipeline=2,microbatch=3; pipeline=2,tensor=2,microbatch=3,schedule=ZBVZeroBubble",
+        "pipeline=2,shard=2,microbatch=3",
     ),
     "experts": (
         EXPERTS,
-        "one; shard=2,expert=2; shard=8,expert=4; tensor=2,shard=2,expert=2,expert_tensor=2;"
+        "one; shard=4,expert=2; tensor=2,shard=2,expert=2,expert_tensor=2;"
         "pipeline=2,tensor=2,expert=2,microbatch=2",
+        "shard=2,expert=2; shard=8,expert=4",
     ),
 }
 STOP = 2  # of the recipes' steps
@@ -90,13 +92,15 @@ def merge_bits(parts) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Callable[[str], dict[Layout, tuple[str, dict[str, bytes]]]]:
+def checkpoints(
+    tmp_path_factory, request
+) -> Callable[[str], dict[Layout, tuple[str, dict[str, bytes]]]]:
     """The checkpoints of a run under each of its layouts: (folder, saved bits)."""
 
     @cache
     def save(run: str) -> dict[Layout, tuple[str, dict[str, bytes]]]:
-        (recipe, text), saved_by = RUNS[run], {}
-        for layout in parse_layouts(text):
+        recipe, saved_by = RUNS[run][0], {}
+        for layout in layouts_of(run, request.config):
             folder = str(tmp_path_factory.mktemp("saved"))
             saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, recipe, folder)
             saved_by[layout] = (folder, merge_bits(saved))
@@ -105,11 +109,17 @@ def checkpoints(tmp_path_factory) -> Callable[[str], dict[Layout, tuple[str, dic
     return save
 
 
-@pytest.mark.parametrize(
-    "run, after",
-    [(run, layout) for run, (_, text) in RUNS.items() for layout in parse_layouts(text)],
-    ids=str,
-)
+def layouts_of(run: str, config) -> list[Layout]:
+    _, text, more = RUNS[run]
+    return parse_layouts(text if config.getoption("--layouts") == 1 else f"{text}; {more}")
+
+
+def pytest_generate_tests(metafunc) -> None:
+    if "after" in metafunc.fixturenames:
+        cases = [(run, layout) for run in RUNS for layout in layouts_of(run, metafunc.config)]
+        metafunc.parametrize("run, after", cases, ids=str)
+
+
 def test_every_layout_resumes_from_others(run, after, checkpoints, request):
     """From the two before it in a ring, so each is loaded twice; with `--layouts`, from all."""
     recipe, expected = RUNS[run][0], one_process(RUNS[run][0]).losses
