@@ -15,9 +15,8 @@ QUICK=(
   tests/runtime/test_start_log.py tests/checkpoint/test_retention.py
   tests/checkpoint/test_untrusted.py tests/distributed/test_mesh.py
   tests/distributed/test_collectives.py
-  "$ORACLE[SGD: shard=2,accumulate=3]" "$ORACLE[SGD: tensor=2,accumulate=3]"
-  "$ORACLE[SGD: shard=2,tensor=2,accumulate=3]" "$ORACLE[SGD: context=2,accumulate=3]"
-  "$ORACLE[SGD: pipeline=2,microbatch=3,accumulate=3]"
+  "$ORACLE[SGD: shard=2,accumulate=3 and 5 more]"
+  "$ORACLE[SGD: shard=2,tensor=2,accumulate=3 and 2 more]"
   extras
 )
 for argument in "$@"; do

@@ -182,7 +182,7 @@ def results_of(recipe: Recipe, cases: list[Case]) -> Iterator[tuple[Record, Reco
     [
         [
             (Layout(), TENSORWISE, SIZES, 8),
-            (Layout(compile="aot_eager"), MXFP8, ONE_BLOCK, 8),
+            (Layout(compile="eager"), MXFP8, ONE_BLOCK, 8),
         ],
         [
             (Layout(shard=2, recompute="full"), SCALED, SIZES, 4),

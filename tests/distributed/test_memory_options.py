@@ -13,7 +13,7 @@ from tests.distributed.test_resume import STOP, merge_bits, resume, train_and_sa
 # Each of 2 tensor-parallel ranks has two quantisation blocks per row; 509 rows is a prime number.
 SIZES = replace(ADAMW.sizes, head_dim=64, hidden_dim=256)
 RECIPE = replace(ADAMW, sizes=SIZES, batch=12, seq_len=12)
-PIPELINE = Layout(pipeline=2, shard=2, microbatch=3)
+PIPELINE = Layout(pipeline=2, microbatch=3)
 
 
 def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():

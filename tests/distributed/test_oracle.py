@@ -60,7 +60,6 @@ RECIPES = {
     "one step": replace(SGD, steps=1),
     "documents": replace(SHORT, documents=True, batch=12),
     "tied embeddings": with_tied_embeddings(SHORT),
-    "tied embeddings, one step": with_tied_embeddings(replace(SGD, steps=1)),
     "muP": MUP,
     "muP, tied embeddings": with_tied_embeddings(MUP),
     "adaptive clipping": replace(SHORT, adaptive=5e-4),
@@ -68,7 +67,7 @@ RECIPES = {
     "Muon": replace(MUON, options=(STABLE,)),
     "Muon, per head": replace(MUON, options=(STABLE, ("muon_per_head", True))),
     "experts": MOE,
-    "experts, one step": replace(MOE, steps=1),
+    "balancing, one step": replace(SOFTMAX, steps=1),
     "experts, AdamW, clipped": replace(MOE, optimizer="AdamW", max_norm=0.1, lr=1e-3),
     "experts, adaptive clipping": replace(MOE, adaptive=5e-4),
     "experts, Muon": replace(MOE, optimizer="Muon", lr=1e-3),
@@ -93,214 +92,150 @@ RECIPES = {
     # with 0.2, the parts of the second gradient of a router's bias cancel all but its rounding
     "gpt_oss": recipe_of("gpt_oss", lr=0.1),
 }
-# Below the name of a recipe, each line is one set of processes, which run its layouts one after the
-# other; an indented line continues the one above. "*" is every schedule; with `stages`, every one
-# that leaves their number to the user. Under SGD every gradient and weight is compared: Adam and
-# clipping would hide gradients that are wrong by a factor.
-# A compiled layout costs as much as 20 others, so these take one step, on as few ranks as possible.
+# Below the names of recipes, each line is one set of processes, which run its layouts one after the
+# other; an indented line continues the one above. With "a / b" every recipe has a set of its own,
+# with "a + b" they share one, and "[a]" begins the layouts of recipe a. "*" is every schedule; with
+# `stages`, every one that leaves their number to the user. Under SGD every gradient and weight is
+# compared: Adam and clipping would hide gradients that are wrong by a factor.
+# Every setting is here with every kind of parallelism that changes what it does, and every pair of
+# kinds. A compiled layout costs as much as 20 others: these take one step on few ranks.
 TABLE = """
 # SGD
 accumulate=3
-shard=2,accumulate=3
-tensor=2,accumulate=3
-context=2,accumulate=3
-shard=2,tensor=2,accumulate=3
-replicate=2,accumulate=3; context=2,rotate=alltoall,balancer=none,accumulate=3
-shard=3,accumulate=3
-shard=4,accumulate=3; replicate=2,context=2,accumulate=3
-    ; context=2,shard=2,rotate=alltoall,accumulate=3; context=4,accumulate=3
-    ; pipeline=4,microbatch=3,accumulate=3
-    ; pipeline=4,microbatch=3,accumulate=3,schedule=InterleavedZeroBubble
-    ; context=2,tensor=2,balancer=none,accumulate=3; tensor=4,accumulate=3
-pipeline=2,microbatch=3,accumulate=3
-pipeline=2,microbatch=3,accumulate=3,schedule=*
-    ; pipeline=2,microbatch=3,accumulate=3,schedule=*,stages=6
-
-# clipped
-shard=2; tensor=2; context=2; pipeline=2,microbatch=9
-shard=2,tensor=2
-
-# AdamW, clipped
-shard=2; tensor=2; context=2; pipeline=2,microbatch=9
-replicate=2,shard=2
+shard=2,accumulate=3; tensor=2,accumulate=3; context=2,accumulate=3; replicate=2,accumulate=3
+    ; context=2,rotate=alltoall,balancer=none,accumulate=3; pipeline=2,microbatch=3,accumulate=3
+shard=2,tensor=2,accumulate=3; context=2,tensor=2,balancer=none,accumulate=3
+    ; context=2,shard=2,rotate=alltoall,accumulate=3
+shard=3,accumulate=3; [tied embeddings] shard=3
 
 # short
-replicate=2,shard=2,tensor=2; pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
-    ; pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,schedule=Interleaved1F1B
-offload_activations=True; recompute=op; compile=aot_eager,recompute=op
-    ; accumulate=3,reduction=last_microbatch,early=True
+offload_activations=True; recompute=op; accumulate=3,reduction=last_microbatch,early=True
+    ; [adaptive clipping] one; offload=True; [documents] accumulate=3,recompute=full
 tensor=2,loss_parallel=False; tensor=2,recompute=selective; tensor=2,offload_activations=True
     ; shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
     ; shard=2,offload=True; shard=2,recompute=op,offload=True; shard=2,recompute=full,chunk=100
     ; shard=2,reduction=last_microbatch,early=True
     ; context=2,rotate=alltoall,recompute=full; context=2,offload=True
-shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
-    ; shard=2,tensor=2,reduction=last_microbatch,early=True
+    ; [clipped] shard=2; tensor=2; context=2; [AdamW, clipped] shard=2; tensor=2
+    ; [z-loss] tensor=2,chunk=100; tensor=2,loss_parallel=False; context=2,accumulate=2
+    ; [muP, tied embeddings] tensor=2
+    ; [adaptive clipping] shard=2; replicate=2; tensor=2; context=2
+shard=2,tensor=2,reduction=last_microbatch,early=True
     ; shard=2,tensor=2,accumulate=2,loss_parallel=False,chunk=64,recompute=full
     ,reduction=last_microbatch,reshard=never
-    ; tensor=4,loss_parallel=False,chunk=100; tensor=4,chunk=336
+    ; tensor=4,chunk=336; replicate=2,tensor=2,offload_activations=True,recompute=selective
     ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch
     ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch,early=True
-    ; context=4,rotate=alltoall,balancer=none; context=4,balancer=none
-pipeline=2,microbatch=9,reshard=always; pipeline=2,microbatch=9,recompute=full
+    ; replicate=2,context=2; context=4; context=4,rotate=alltoall,balancer=none
+    ; [clipped] shard=2,tensor=2; replicate=2,shard=2; [adaptive clipping] shard=2,tensor=2
+    ; [tied embeddings] tensor=4; shard=2,tensor=2
+pipeline=2,microbatch=6,schedule=*,stages=6
+    ; pipeline=2,microbatch=9,reshard=always; pipeline=2,microbatch=9,recompute=full
     ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,recompute=selective,chunk=50
     ; pipeline=2,microbatch=9,offload=True; pipeline=2,microbatch=9,recompute=op
     ; pipeline=2,microbatch=9,schedule=DualPipeV,recompute=op
     ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload_activations=True
-    ; pipeline=2,microbatch=9,schedule=Interleaved1F1B,stages=10
-pipeline=2,tensor=2,microbatch=9,loss_parallel=False
-    ; pipeline=2,tensor=2,microbatch=9,schedule=InterleavedZeroBubble,stages=10
-    ; pipeline=2,shard=2,microbatch=6,reshard=always
+    ; [clipped] pipeline=2,microbatch=9; [AdamW, clipped] pipeline=2,microbatch=9
+    ; [muP, tied embeddings] pipeline=2,microbatch=9; [muP] pipeline=2,microbatch=9
+    ; [adaptive clipping] pipeline=2,microbatch=9; [z-loss] pipeline=2,microbatch=9
+    ; [tied embeddings] pipeline=2,microbatch=9,schedule=*
+    ; pipeline=2,microbatch=9,offload=True,recompute=op
+    ; pipeline=2,microbatch=6,accumulate=3,reduction=last_microbatch
+pipeline=4,microbatch=9; pipeline=2,tensor=2,microbatch=9,loss_parallel=False
+    ; pipeline=2,shard=2,microbatch=9,reshard=always
     ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always,recompute=full
     ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ,schedule=InterleavedZeroBubble
+    ; [tied embeddings] pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=never
+    ; pipeline=2,replicate=2,microbatch=9
+    ; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
+    ; pipeline=2,context=2,microbatch=9,schedule=Interleaved1F1B
+pipeline=2,shard=2,tensor=2,microbatch=9
 
 # one step
 tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
-shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager
-    ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,compile=aot_eager
-    ; pipeline=2,microbatch=9,schedule=DualPipeV,reshard=always,compile=aot_eager
-pipeline=2,shard=2,microbatch=6,schedule=ZBVZeroBubble,reshard=always,compile=aot_eager
+    ; shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager
+    ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,reshard=always,compile=aot_eager
+    ; [balancing, one step] shard=2,expert=2,compile=aot_eager,recompute=full
+    ; [sinks, one step] tensor=2,compile=aot_eager,recompute=full
 
 # documents
-one; accumulate=3,recompute=full
 shard=2,accumulate=3; tensor=2,recompute=full; context=2
     ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble; context=2,rotate=alltoall,balancer=none
+    ; [window, documents] context=2; [learned positions, documents] context=2; tensor=2
+    ; [experts, documents] tensor=2,expert=2
 context=4,rotate=alltoall; pipeline=2,context=2,microbatch=6,rotate=alltoall
-
-# tied embeddings
-shard=3
-tensor=4; shard=2,tensor=2
-    ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=never
-    ; pipeline=2,shard=2,microbatch=6,reshard=always,recompute=full
-    ; pipeline=2,replicate=2,microbatch=3,accumulate=3
-    ; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
-    ; pipeline=2,context=2,microbatch=9,schedule=Interleaved1F1B
-pipeline=2,microbatch=9,schedule=*
-    ; pipeline=2,microbatch=9,offload=True,recompute=op
-    ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload=True,recompute=full
-    ; pipeline=2,microbatch=3,accumulate=3,reduction=last_microbatch
-
-# tied embeddings, one step
-pipeline=2,microbatch=9,schedule=Interleaved1F1B,compile=aot_eager
-
-# muP
-pipeline=2,microbatch=6,shard=2
-
-# muP, tied embeddings
-shard=2,tensor=2; pipeline=2,microbatch=6,shard=2
-
-# adaptive clipping
-one; offload=True
-shard=2; replicate=2; tensor=2; context=2; pipeline=2,microbatch=9
-shard=2,tensor=2; tensor=4
-
-# z-loss
-tensor=2,chunk=100; tensor=2,loss_parallel=False; context=2,accumulate=2; pipeline=2,microbatch=3
 
 # Muon
 shard=2; tensor=2; replicate=2; context=2; pipeline=2,microbatch=3
-tensor=4; context=2,shard=2
-
-# Muon, per head
-shard=2,tensor=2
+    ; [balancing, Muon + balancing, Adafactor + balancing, adaptive clipping] shard=2
+shard=2,tensor=2; [Muon, per head] shard=2,tensor=2
+    ; [experts, Muon] shard=2,tensor=2,expert=2,expert_tensor=2
 
 # experts
-one
+one; [balancing, softmax] accumulate=3,recompute=full; recompute=op
+    ; [balancing, sigmoid] accumulate=3,recompute=full; recompute=op
 tensor=2; tensor=2,expert=2; context=2,expert=2
     ; shard=2,expert=2,accumulate=3,reduction=last_microbatch,recompute=full
     ; shard=2,expert=2,accumulate=3,reshard=always,recompute=op
     ; shard=2,expert=2,offload=True; shard=2,expert=2,early=True,reduction=last_microbatch
-shard=4,expert=4; shard=2,tensor=2,expert=2,expert_tensor=2
-    ; replicate=2,shard=2,expert=2,accumulate=3
-    ; context=2,tensor=2,expert=4,rotate=alltoall,recompute=full
-    ; pipeline=2,context=2,expert=2,microbatch=2
-    ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=ZBVZeroBubble
-    ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=DualPipeV
-
-# experts, one step
-shard=2,expert=2,compile=aot_eager
-
-# experts, AdamW, clipped
-shard=2,tensor=2,expert=2,expert_tensor=2; pipeline=2,tensor=2,expert=2,microbatch=2
-
-# experts, adaptive clipping
+    ; [a router of one active expert] shard=2,expert=2; context=2,expert=2
 shard=2,tensor=2,expert=2,expert_tensor=2; replicate=2,shard=2,expert=2
-
-# experts, Muon
-shard=2,tensor=2,expert=2,expert_tensor=2
-
-# experts, documents
-shard=2,tensor=2,expert=2,expert_tensor=2
-
-# experts without tokens
-shard=4,expert=4; shard=2,tensor=2,expert=4,recompute=full
+    ; context=2,tensor=2,expert=4,rotate=alltoall,recompute=full
+    ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=ZBVZeroBubble
+    ; [experts, AdamW, clipped] shard=2,tensor=2,expert=2,expert_tensor=2
+    ; pipeline=2,tensor=2,expert=2,microbatch=6
+    ; [experts, adaptive clipping] shard=2,tensor=2,expert=2,expert_tensor=2
+    ; [experts without tokens] shard=4,expert=4; shard=2,tensor=2,expert=4,recompute=full
 
 # balancing, softmax
-one; accumulate=3,recompute=full; recompute=op; compile=aot_eager,recompute=full
-tensor=2,context=2,expert=2,recompute=full; shard=2,tensor=2,expert=2,expert_tensor=2
-    ; replicate=2,shard=2,expert=2
-
-# balancing, sigmoid
-one; accumulate=3,recompute=full; recompute=op
-shard=2,tensor=2,expert=2,expert_tensor=2
-
-# balancing, softmax / balancing, sigmoid
 shard=2,accumulate=3; context=2; shard=2,expert=2,accumulate=3; tensor=2; tensor=2,expert=2
-    ; pipeline=2,microbatch=2; pipeline=2,microbatch=2,schedule=ZBVZeroBubble; replicate=2
+    ; pipeline=2,microbatch=2; replicate=2
+    ; [balancing, sigmoid] shard=2,expert=2,accumulate=3; context=2; tensor=2
+    ; pipeline=2,microbatch=2,schedule=ZBVZeroBubble; replicate=2
+tensor=2,context=2,expert=2,recompute=full; replicate=2,shard=2,expert=2
+    ; [balancing, sigmoid] shard=2,tensor=2,expert=2,expert_tensor=2
 
-# balancing, Muon / balancing, Adafactor / balancing, adaptive clipping
-shard=2
+# qwen3 + mistral + gpt2 + olmo2
+shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
 
-# a router of one active expert
-shard=2,expert=2; context=2,expert=2
+# olmo3 + qwen2 + smollm3 + gemma3
+shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
+    ; [two windows, documents] context=2; [sinks, documents] context=2
+    ; shard=2,accumulate=3,recompute=op; tensor=2; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
 
-# qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
-shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; replicate=2
+# olmo2 + qwen2 + gemma3 + gpt_oss
+tensor=4; [gpt2 + deepseek_v3] shard=2,tensor=2; [sinks, Muon] shard=2,tensor=2
+    ; [gpt_oss] shard=2,tensor=2,expert=2,expert_tensor=2
+    ; context=2,tensor=2,expert=2,recompute=full
 
-# mixtral / qwen3_moe / deepseek_v3 / glm4_moe / gpt_oss
-shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2
-    ; tensor=2,expert=2; replicate=2
-
-# gpt2 / deepseek_v3
-shard=2,tensor=2
-
-# olmo2 / qwen2 / gemma3
-tensor=4
-
-# window, documents / two windows, documents
-context=2
-
-# learned positions, documents
-context=2; tensor=2
-
-# gpt_oss
-tensor=4; shard=2,tensor=2,expert=2,expert_tensor=2; context=2,tensor=2,expert=2,recompute=full
-
-# sinks, documents
-context=2; shard=2,accumulate=3,recompute=op; tensor=2
-    ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
-
-# sinks, one step
-tensor=2,compile=aot_eager,recompute=full
-
-# sinks, Muon
-shard=2,tensor=2
+# mixtral + qwen3_moe + deepseek_v3 + glm4_moe + gpt_oss
+tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2; tensor=2,expert=2
 """
-# They run with `--layouts`: the table above has nearly all of their pairs of settings. (It compiles
-# with 2 tensor-parallel ranks instead of 4.)
+# They run with `--layouts 2`: further combinations of the settings above, whose pairs of kinds of
+# parallelism other layouts have.
 MORE = """
 # SGD
+shard=4,accumulate=3; pipeline=4,microbatch=3,accumulate=3,schedule=InterleavedZeroBubble
+    ; pipeline=4,microbatch=3,accumulate=3
+pipeline=2,microbatch=3,accumulate=3,schedule=*
+    ; pipeline=2,microbatch=3,accumulate=3,schedule=*,stages=6
 pipeline=2,tensor=2,microbatch=6,accumulate=3
 pipeline=2,context=2,microbatch=3,accumulate=3,schedule=Interleaved1F1B
 
 # AdamW, clipped / clipped
-shard=2,tensor=2; pipeline=2,tensor=2,microbatch=18
+shard=2,tensor=2; pipeline=2,tensor=2,microbatch=18; replicate=2,shard=2
 
 # short
+replicate=2,shard=2,tensor=2; pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
+    ; pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,schedule=Interleaved1F1B
+shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
+    ; tensor=4,loss_parallel=False,chunk=100; context=4,balancer=none
+    ; pipeline=2,tensor=2,microbatch=9,schedule=InterleavedZeroBubble,stages=10
+    ; pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=always,recompute=full
+    ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always,recompute=full
+pipeline=2,microbatch=9,schedule=Interleaved1F1B,stages=10
 pipeline=2,replicate=2,shard=2,microbatch=1,accumulate=3
 pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,accumulate=3
 shard=2,tensor=2,compile=aot_eager,recompute=full
@@ -311,44 +246,76 @@ pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,compile=ao
     ; pipeline=2,shard=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always
     ,compile=aot_eager
 
+# one step
+pipeline=2,microbatch=9,schedule=DualPipeV,reshard=always,compile=aot_eager
+
 # documents
+one
 shard=2,tensor=2
 
 # tied embeddings
-pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
-pipeline=2,tensor=2,microbatch=18
+pipeline=2,shard=2,microbatch=6,reshard=always,recompute=full
+    ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
+    ; pipeline=2,tensor=2,microbatch=18; pipeline=2,replicate=2,microbatch=3,accumulate=3
+pipeline=2,microbatch=9,schedule=ZBVZeroBubble,offload=True,recompute=full
+pipeline=2,microbatch=9,schedule=Interleaved1F1B,compile=aot_eager
+
+# muP + muP, tied embeddings
+shard=2,tensor=2; pipeline=2,microbatch=6,shard=2
 
 # adaptive clipping
-replicate=2,shard=2
+replicate=2,shard=2; tensor=4
 
 # Muon
-shard=2,tensor=2; replicate=2,shard=2
+tensor=4; context=2,shard=2; shard=2,tensor=2; replicate=2,shard=2
     ; pipeline=2,tensor=2,microbatch=3,schedule=Interleaved1F1B
 
 # experts
 shard=2,expert=2,compile=aot_eager
-shard=2,tensor=2,expert=2; pipeline=2,tensor=2,expert=2,microbatch=2,recompute=full
+shard=4,expert=4; shard=2,tensor=2,expert=2; replicate=2,shard=2,expert=2,accumulate=3
+    ; pipeline=2,tensor=2,expert=2,microbatch=2,recompute=full
+    ; pipeline=2,context=2,expert=2,microbatch=2
+    ; pipeline=2,shard=2,expert=2,microbatch=1,schedule=DualPipeV
+    ; [experts, adaptive clipping] replicate=2,shard=2,expert=2
+    ; [experts, documents] shard=2,tensor=2,expert=2,expert_tensor=2
 
 # balancing, sigmoid
+one
+shard=2,accumulate=3; tensor=2,expert=2; pipeline=2,microbatch=2
 replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
+
+# balancing, softmax
+one; compile=aot_eager,recompute=full
+pipeline=2,microbatch=2,schedule=ZBVZeroBubble
+shard=2,tensor=2,expert=2,expert_tensor=2
 
 # qwen3 / mistral / gpt2 / olmo2 / olmo3 / qwen2 / smollm3 / gemma3
 shard=2,tensor=2; replicate=2,shard=2
 
 # mixtral / qwen3_moe / deepseek_v3 / glm4_moe / gpt_oss
+shard=2; replicate=2
 shard=2,tensor=2; replicate=2,shard=2
 """
 
 
-def read_table(text: str) -> list[tuple[str, str]]:
-    """(name of a recipe, layouts) of each line of a table."""
+def read_table(text: str) -> list[list[tuple[str, str]]]:
+    """The (name of a recipe, layout) pairs of each line of a table."""
     rows, names = [], [""]
     for line in text.replace("\n    ", "").splitlines():
         if line.startswith("# "):
             names = line[2:].split(" / ")
         elif line:
-            rows += [(name, line) for name in names]
+            rows += [read_line(f"[{name}] {line}") for name in names]
     return rows
+
+
+def read_line(line: str) -> list[tuple[str, str]]:
+    pairs = []
+    for part in line.split("[")[1:]:
+        names, _, layouts = part.partition("] ")
+        found = layouts.rstrip(" ;").split(";")
+        pairs += [(name, layout.strip()) for name in names.split(" + ") for layout in found]
+    return pairs
 
 
 ROWS = read_table(TABLE)
@@ -374,21 +341,28 @@ def assert_matches_one_process(cases) -> None:
     assert not wrong
 
 
+def name_of(row: list[tuple[str, str]]) -> str:
+    (recipe, layout), *others = row
+    return f"{recipe}: {layout}" + (f" and {len(others)} more" if others else "")
+
+
 def pytest_generate_tests(metafunc) -> None:
-    if "layouts" in metafunc.fixturenames:
+    if "row" in metafunc.fixturenames:
         rows = ROWS if metafunc.config.getoption("--layouts") == 1 else [*ROWS, *read_table(MORE)]
-        ids = [f"{name}: {layouts}"[:90] for name, layouts in rows]
-        metafunc.parametrize("name, layouts", rows, ids=ids)
+        metafunc.parametrize("row", rows, ids=name_of)
 
 
-def test_every_layout_matches_one_process(name, layouts):
-    fits = name in CHANGES  # a family has a block for each of two stages
-    recipe, found = RECIPES[name], parse_layouts(layouts)
-    assert_matches_one_process([(x, recipe if fits else fit_recipe(recipe, x)) for x in found])
+def test_every_layout_matches_one_process(row):
+    cases = []
+    for name, layouts in row:
+        recipe, fits = RECIPES[name], name in CHANGES  # a family has a block for each of two stages
+        found = parse_layouts(layouts)
+        cases += [(x, recipe if fits else fit_recipe(recipe, x)) for x in found]
+    assert_matches_one_process(cases)
 
 
 def test_every_recipe_and_every_family_is_in_the_table():
-    assert RECIPES.keys() == {name for name, _ in ROWS}
+    assert RECIPES.keys() == {name for row in ROWS for name, _ in row}
     assert CHANGES.keys() == FAMILIES.keys() - {"llama2", "llama3"}  # whose model all others train
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, lines_of
 
 
-def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
+def torchrun(python: str, ranks: int, toml, *argv) -> subprocess.CompletedProcess:
     command = ["bash", str(ROOT / "scripts/launch.sh"), str(ranks)]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for torchrun
+    path = f"{Path(python).parent}:{os.environ['PATH']}"  # where torchrun is
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
     return subprocess.run(
         [*command, str(ROOT / "train.py"), "--job.config_file", str(toml), *argv],
@@ -45,7 +44,7 @@ RAMP = (  # batch size, learning rate and weight decay as functions of the token
 RAMP_SAMPLES = [4, 8, 16, 24, 36, 48]  # consumed after each step
 
 
-def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml, tmp_path):
+def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml, tmp_path, python):
     """One process, against FSDP to step 3, tensor parallel to step 4, and a pipeline to the end."""
     reference, resumed = tmp_path / "reference", tmp_path / "resumed"
 
@@ -55,7 +54,7 @@ def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml
     train(1, reference, "--metrics.enable_tensorboard=true")
     schedule = ("--lr_scheduler.total_tokens", "2304")  # as without it in a run of 6 steps
     first = torchrun(
-        *(2, run_toml, *TIED, *RAMP, *schedule, "--training.steps", "3"),
+        *(python, 2, run_toml, *TIED, *RAMP, *schedule, "--training.steps", "3"),
         f"--job.dump_folder={resumed}",
     )
     assert first.returncode == 0, first.stderr
