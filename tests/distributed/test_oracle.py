@@ -111,7 +111,7 @@ shard=3,accumulate=3; [tied embeddings] shard=3
 # short
 offload_activations=True; recompute=op; accumulate=3,reduction=last_microbatch,early=True
     ; [adaptive clipping] one; offload=True; [documents] accumulate=3,recompute=full
-tensor=2,loss_parallel=False; tensor=2,recompute=selective; tensor=2,offload_activations=True
+tensor=2,loss_parallel=False; tensor=2,recompute=op; tensor=2,offload_activations=True
     ; shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
     ; shard=2,offload=True; shard=2,recompute=op,offload=True; shard=2,recompute=full,chunk=100
     ; shard=2,reduction=last_microbatch,early=True
@@ -140,7 +140,7 @@ pipeline=2,microbatch=6,schedule=*,stages=6
     ; [adaptive clipping] pipeline=2,microbatch=9; [z-loss] pipeline=2,microbatch=9
     ; [tied embeddings] pipeline=2,microbatch=9,schedule=*
     ; pipeline=2,microbatch=9,offload=True,recompute=op
-    ; pipeline=2,microbatch=6,accumulate=3,reduction=last_microbatch
+    ; pipeline=2,microbatch=3,accumulate=3,reduction=last_microbatch,schedule=ZBVZeroBubble
 pipeline=4,microbatch=9; pipeline=2,tensor=2,microbatch=9,loss_parallel=False
     ; pipeline=2,shard=2,microbatch=9,reshard=always
     ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,recompute=full
@@ -155,7 +155,7 @@ pipeline=2,shard=2,tensor=2,microbatch=9
 
 # one step
 tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
-    ; shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager
+    ; shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager,recompute=op
     ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,reshard=always,compile=aot_eager
     ; [balancing, one step] shard=2,expert=2,compile=aot_eager,recompute=full
     ; [sinks, one step] tensor=2,compile=aot_eager,recompute=full
