@@ -115,7 +115,6 @@ FSDP = {"_allgather_base_": ["bfloat16"], "_reduce_scatter_base_": ["float32"]}
 RANKS = {
     "FSDP": (4, "model.n_layers=2", FSDP | SUMS),
     "replicas": (4, "parallelism.data_parallel_replicate_degree=2", FSDP | SUMS),
-    "bf16 params": (4, "training.dtype=bfloat16", FSDP | SUMS),
     "Float8 gathers": (
         4,
         FLOAT8_SCALES,
@@ -136,7 +135,6 @@ RANKS = {
             "allreduce_": ["float32"],
         },
     ),
-    "Adafactor": (4, "optimizer.name=Adafactor", FSDP | SUMS),
     "Muon, FSDP and TP": (
         4,
         "optimizer.name=Muon parallelism.tensor_parallel_degree=2",
@@ -179,16 +177,16 @@ def test_collectives_have_the_configured_dtypes(worker, name):
     assert step["collectives"] == dict(sorted(dtypes.items()))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_layer_of_experts_waits_once_for_the_numbers_of_rows(worker, recompute):
+def test_a_layer_of_experts_waits_once_for_the_numbers_of_rows(worker):
+    """And not again when it is recomputed."""
     experts = "model.name=qwen3_moe model.n_layers=2 model.expert_hidden_dim=64 model.n_experts=8"
     experts += " model.n_active_experts=2 parallelism.expert_parallel_degree=4"
-    step = worker.trace(f"{experts} activation_checkpoint.mode={recompute}", ranks=4)
+    step = worker.trace(f"{experts} activation_checkpoint.mode=full", ranks=4)
     assert_host_runs_ahead(step, ("forward: blocking copy to the host",) * 2)
     assert step["collectives"]["alltoall_base_"] == ["bfloat16", "int64"]  # rows, numbers of rows
 
 
-@pytest.mark.parametrize("backend", ["flash", "cudnn", "auto"])
+@pytest.mark.parametrize("backend", ["flash", "auto"])
 def test_context_parallel_runs_the_configured_kernel(worker, backend):
     settings = f"parallelism.context_parallel_degree=4 attention.backend={backend}"
     step = worker.trace(f"{settings} activation_checkpoint.mode=none", ranks=4)

@@ -89,7 +89,6 @@ LAYOUTS = {
     "FSDP 2": case_of(Layout(shard=2)),
     "TP 2": case_of(Layout(tensor=2), values=EACH),
     "PP 2": case_of(Layout(pipeline=2), first_rank=0, values=OTHERS),
-    "CP 2": case_of(Layout(context=2), values=EACH),
     "fp16": case_of(Layout(shard=2), values=OTHERS, dtype=torch.float16),
     "Float8": case_of(
         Layout(shard=2),
@@ -111,7 +110,6 @@ def test_two_ranks_skip_and_name_each_fault(name):
 FLIPPED = 2.0**120  # about what the highest exponent bit makes of a gradient
 HARDWARE = {
     "FSDP 2": (Layout(shard=2), "gradient", 1),
-    "TP 2": (Layout(tensor=2), "gradient", 1),
     "PP 2": (Layout(pipeline=2), "gradient", 0),
     "CP 2, loss": (Layout(context=2), "loss", 1),
 }

@@ -1,7 +1,8 @@
 """Random layouts: valid ones match one process, in low precision too; invalid ones are rejected.
 
-`--layouts 200` tests that many of each kind; `--layout-seed` selects others. Of the layouts of the
-default draw, one in four has `expert_parallel_degree` above 1; with `--expert-layouts` all have.
+`--layouts 200` tests that many of each kind, on up to 8 ranks instead of 4; `--layout-seed` selects
+others. Of the default draw, one in four has `expert_parallel_degree` above 1; with
+`--expert-layouts` all have.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 import os
 import random
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,10 +166,16 @@ class Selection:
     seed: int
     expert_parallel: bool  # only jobs that have it
 
+    @property
+    def ranks(self) -> int:
+        """The most of a job."""
+        return MAX_RANKS if self.count > 1 else 4
+
 
 def select_jobs(valid: bool, selection: Selection, toml: Path) -> list[RandomJob]:
     """The first random jobs that are valid, or that are not."""
     jobs = (draw_job(number) for number in itertools.count(selection.seed * 1_000_000))
+    jobs = (job for job in jobs if job.layout.degrees.ranks <= selection.ranks)
     if selection.expert_parallel:
         jobs = (job for job in jobs if job.layout.expert > 1)
     matching = (job for job in jobs if (find_error(job, toml) is None) == valid)
@@ -200,6 +206,7 @@ def test_valid_random_layouts_match_one_process(selection, run_toml):
 
 
 def test_valid_random_layouts_are_as_precise_as_one_process(selection, run_toml):
+    batches = 7 if selection.count > 1 else 3
     for number, job in enumerate(select_jobs(True, selection, run_toml)):
         print(f"{number} of {selection.count}: {job}", flush=True)
         if isinstance(job.recipe.sizes, Qwen3MoESizes):
@@ -209,18 +216,18 @@ def test_valid_random_layouts_are_as_precise_as_one_process(selection, run_toml)
         recipe = replace(job.recipe, sizes=replace(job.recipe.sizes, head_dim=32), **changes)
         # Deeper models amplify random errors: 1.53 was measured where the median was 1.02.
         check_cases(
-            [PrecisionCase(job.layout, recipe, rng.choice(LOW_PRECISION_DTYPES), batches=7)],
+            [PrecisionCase(job.layout, recipe, rng.choice(LOW_PRECISION_DTYPES), batches=batches)],
             limit=2.0,
         )
 
 
-def test_invalid_random_layouts_are_rejected_with_a_reason(selection, run_toml):
+def test_invalid_random_layouts_are_rejected_with_a_reason(selection, run_toml, python):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for job in select_jobs(False, selection, run_toml):
         check = ["--job.check=true", f"--job.check_ranks={job.layout.degrees.ranks}"]
         start = time.time()
         result = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), *job.argv(run_toml), *check],
+            [python, str(ROOT / "train.py"), *job.argv(run_toml), *check],
             capture_output=True,
             text=True,
             env=environment,

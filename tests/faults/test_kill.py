@@ -37,9 +37,18 @@ def argv_of(run_toml, out: Path, *argv) -> tuple[str, ...]:
     return ("--job.config_file", str(run_toml), *options, *ASYNC, *argv)
 
 
-def run_undisturbed(run_toml, out: Path) -> Path:
-    with LaunchedRun(2, out, *argv_of(run_toml, out, *RAMP)) as run:
-        assert run.wait() == [0, 0], run.output
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture
+def undisturbed(folder, run_toml) -> Path:
+    """The output of a run that nothing disturbs; the first test trains it."""
+    out = folder / "out"
+    if not out.exists():
+        with LaunchedRun(2, out, *argv_of(run_toml, out, *RAMP)) as run:
+            assert run.wait() == [0, 0], run.output
     return out
 
 
@@ -73,24 +82,26 @@ def final_state(out: Path) -> tuple:
     return manifest.tensors, manifest.progress
 
 
-def test_a_run_killed_repeatedly_ends_bit_equal_to_an_undisturbed_run(run_toml, tmp_path):
-    expected = run_undisturbed(run_toml, tmp_path / "expected")
+def test_a_run_killed_repeatedly_ends_bit_equal_to_an_undisturbed_run(
+    undisturbed, run_toml, tmp_path
+):
     kill_until_done(run_toml, tmp_path / "killed", 2, 1, [(2,)])
-    assert final_state(tmp_path / "killed") == final_state(expected)
+    assert final_state(tmp_path / "killed") == final_state(undisturbed)
     assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
 
 
-def test_a_run_killed_and_resumed_under_other_layouts_has_the_same_losses(run_toml, tmp_path):
+def test_a_run_killed_and_resumed_under_other_layouts_has_the_same_losses(
+    undisturbed, run_toml, tmp_path
+):
     layouts = [
         (2,),
         (2, "--parallelism.tensor_parallel_degree", "2"),
         (2, "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"),
     ]
-    expected = run_undisturbed(run_toml, tmp_path / "expected")
     kill_until_done(run_toml, tmp_path / "moved", 2, 2, layouts)
     curves = [
         {line["step"]: line["loss"] for line in lines_of(out) if "event" not in line}
-        for out in (expected, tmp_path / "moved")
+        for out in (undisturbed, tmp_path / "moved")
     ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     lines = [line for line in lines_of(tmp_path / "moved") if "event" not in line]

@@ -28,7 +28,7 @@ from titanlite_corpus.tests.test_web_and_datasets import PAGE, warc_record
 from titanlite_lab.commands import scaling_laws
 from titanlite_lab.tests.test_report import start, step_line, write_run
 
-CASES = 40  # of each reader in the suite
+CASES = 20  # of each reader in the suite
 STALL_SECONDS = 300  # limit for one file; CPU_SECONDS ends a child that computes
 
 

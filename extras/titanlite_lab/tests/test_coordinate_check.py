@@ -38,9 +38,7 @@ def use_rule(monkeypatch, rule) -> None:
     ("arguments", "wider_heads"),
     [
         ([], False),
-        (["--model.tied_embeddings=true"], True),
-        (["--model.qk_norm=true"], True),
-        (SGD, False),
+        (["--model.tied_embeddings=true", "--model.qk_norm=true"], True),
         ([*SGD, "--model.tied_embeddings=true"], True),
         (["--optimizer.name=Lion", "--optimizer.lr=1e-3"], False),
         (["--optimizer.name=Muon"], False),

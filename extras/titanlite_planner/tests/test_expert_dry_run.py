@@ -39,7 +39,6 @@ LAYOUTS = {
     ),
     # one group of torch for the exchange and for FSDP
     "EP 2 of 2 ranks": (2, {"expert_parallel_degree": 2}, "none"),
-    "TP 2, op": (4, {"tensor_parallel_degree": 2}, "op"),
     "TP 2, EP 2, own tokens": (
         4,
         {
@@ -79,7 +78,6 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
     ("family", "options"),
     [
         ("qwen3_moe", ["--parallelism.tensor_parallel_degree=2"]),
-        ("mixtral", ["--activation_checkpoint.mode=full"]),
         (
             "gpt_oss",
             [
