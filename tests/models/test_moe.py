@@ -24,6 +24,7 @@ from titanlite.models import (
     ModelConfig,
     Router,
 )
+from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.models.router import check_expert_sizes, stable_top_k
 from titanlite.optim import OptimizerConfig
 from titanlite.optim.muon import Muon
@@ -250,6 +251,19 @@ def test_muon_orthogonalizes_each_expert_by_itself():
     Muon([{"params": experts}], lr=0.1).step()
     torch.testing.assert_close(stack.detach(), torch.stack([e.detach() for e in experts]))
     assert (stack.detach() - start).abs().amin((1, 2)).min() > 0
+
+
+def test_biases_of_experts_are_vectors_to_muon_and_mup():
+    """They are stored as matrices of one column, which Muon would replace by their direction."""
+    spec = FAMILIES["gpt_oss"]
+    sizes = spec.flavors["debugmodel"]
+    facts, stack = MatrixFacts(spec, sizes), "layers.0.moe.experts"
+    assert facts.is_hidden(f"{stack}.w1", (8, 192, 256))
+    assert not facts.is_hidden(f"{stack}.b1", (8, 192, 1))
+    base = BaseWidths(dim=64, n_heads=2, n_kv_heads=1, expert_hidden_dim=24)
+    scales = width_scales(MupConfig(base), spec, sizes)
+    widths = [scales[f"{stack}.{name}"].fan_out for name in ("b1", "b2", "b3")]
+    assert widths == [192 / 24, 256 / 64, 192 / 24]
 
 
 def test_sizes_that_do_not_fit_are_refused():
