@@ -18,7 +18,7 @@ from titanlite.checkpoint import (
 )
 from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.kernels.attention import KeyValueCache
+from titanlite.models.decoder import build_caches
 from titanlite.parallelize.tied import tie_parameters
 from titanlite.storage import StorageFolder
 
@@ -138,7 +138,7 @@ def generate(
     generator = torch.Generator(device).manual_seed(sampling.seed)
     capacity = len(prompt) + max_new_tokens
     check_length(model, capacity)
-    caches = {name: KeyValueCache(capacity) for name in layers}
+    caches = build_caches(layers, capacity)
     # `tokens` are those that the caches do not contain yet.
     tokens, start = torch.tensor([prompt], device=device), 0
     for _ in range(max_new_tokens):

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
+from titanlite.kernels.delta_rule import DeltaRule
 from titanlite.models import ExpertSizes, MixtureOfExperts, ModelSizes, ModelSpec
 
 
@@ -98,6 +100,12 @@ def _read_modules(
 ) -> ModelShape:
     with torch.device("meta"):
         model = build(sizes)
+    if any(isinstance(module, DeltaRule) for module in model.modules()):
+        raise ConfigError(
+            "the planner does not know linear attention: it cannot estimate the memory or the time"
+            " of this model.",
+            fix="Start a short job, which logs both.",
+        )
     blocks = list(model.get_submodule(blocks_path).children())
     parameters = dict(blocks[-1].named_parameters())
     windows = [m.window for m in blocks[0].modules() if isinstance(m, CausalAttention)]

@@ -25,6 +25,19 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
     "gemma3": {**GROUPED, "head_dim": 12, "window": 17, "full_attention_every": 2},
     "mixtral": {**EXPERTS, "n_kv_heads": 2},
     "qwen3_moe": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12},
+    "qwen3_next": {
+        **SMALL,
+        **EXPERTS,
+        "n_kv_heads": 2,
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "full_attention_every": 2,
+        "shared_hidden_dim": 20,
+        "linear_key_heads": 2,
+        "linear_value_heads": 6,
+        "linear_key_dim": 8,
+        "linear_value_dim": 7,
+    },
     "deepseek_v3": {
         **SMALL,
         **EXPERTS,
@@ -38,6 +51,7 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
     "glm4_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "n_expert_groups": 2},
     "gpt_oss": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12, "window": 17},
 }
+UNPLANNED = ("qwen3_next",)  # families that the planner refuses
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
@@ -47,6 +61,9 @@ def recipe_of(family: str, **changes) -> Recipe:
     recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
     return replace(recipe, **changes)
 
+
+NO_EXPERTS = recipe_of("qwen3_next", steps=1)
+NO_EXPERTS = replace(NO_EXPERTS, sizes=replace(NO_EXPERTS.sizes, n_experts=0))
 
 MOE_EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
 MOE_SIZES = MoESizes(

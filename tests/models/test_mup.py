@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.models import FAMILIES, LLAMA3, Llama3Sizes
-from titanlite.models.mup import BaseWidths, MupConfig, width_scales
+from titanlite.models.mup import BaseWidths, MupConfig, check_mup_base, width_scales
 from titanlite.models.spec import PARAMETER_ROLE_NAMES, first_match
 from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
@@ -173,3 +173,11 @@ def multiply_by(module, factor: float) -> None:
     with torch.no_grad():
         module.weight /= factor
     module.register_forward_hook(lambda module, inputs, output: output * factor)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_norms_that_multiply_by_1_plus_weight_are_refused(name):
+    """Their weights start at 0, so a factor of the initial weights is not a multiplier."""
+    family = FAMILIES[name]
+    (problem,) = check_mup_base(MupConfig(BASE), family, family.flavors["debugmodel"])
+    assert "multiply by 1 + weight" in problem.message

@@ -10,6 +10,8 @@ a triangular system). Only the state is passed from chunk to chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,16 @@ class DeltaCache:
         self.inputs: Tensor | None = None  # the last of the convolution, [B, W - 1, D]
         self.state: Tensor | None = None  # [B, H, K, V]
 
+    def shift_inputs(self, before: Tensor, x: Tensor) -> Tensor:
+        """The inputs before x [B, T, D], at first `before`; keeps the last ones for next time."""
+        before = before if self.inputs is None else self.inputs
+        self.inputs = torch.cat([before, x], 1)[:, x.shape[1] :]
+        return before
+
+    def keep_state(self, state: Tensor) -> None:
+        """Keep the state after the last token."""
+        self.state = state
+
 
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over the last W tokens of a document, and SiLU: [B, T, D].
@@ -38,34 +50,58 @@ class ShortConvolution(nn.Module):
         self.parts, self.width = parts, width
         self.weight = nn.Parameter(torch.empty(sum(parts), width))
         nn.init.normal_(self.weight, std=0.02)
+        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
+        """Convolve with `local(weight)`, the rows of the channels that this process has."""
+        self._local = local
 
     def forward(
         self, x: Tensor, documents: DocumentIndex | None = None, cache: DeltaCache | None = None
     ) -> Tensor:
-        return self.convolve(x, self.weight, documents, cache)
-
-    def convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        documents: DocumentIndex | None = None,
-        cache: DeltaCache | None = None,
-    ) -> Tensor:
-        """`forward` with another weight [D, W]: that of the channels of a rank."""
-        starts = None if documents is None else document_starts(documents, x)
-        before = x.new_zeros(len(x), self.width - 1, x.shape[2])
+        before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         if cache is not None:
-            before = before if cache.inputs is None else cache.inputs
-            cache.inputs = torch.cat([before, x], 1)[:, x.shape[1] :]
-        return short_convolution(x, weight, before, starts)
+            before = cache.shift_inputs(before, x)
+        return self.convolve(
+            x, before, None if documents is None else document_starts(documents, x)
+        )
+
+    def convolve(self, x: Tensor, before: Tensor, starts: Tensor | None) -> Tensor:
+        """`short_convolution` with this process's part of the weight."""
+        return short_convolution(x, self._local(self.weight), before, starts)
+
+
+class DecayGate(nn.Module):
+    """How much of the state a head keeps at a token: log decay [B, T, H] from a [B, T, H]."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(heads))
+        self.dt_bias = nn.Parameter(torch.ones(heads))
+        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
+        """Use `local(parameter)`, the elements of the heads that this process has."""
+        self._local = local
+
+    def forward(self, a: Tensor) -> Tensor:
+        rate, bias = self._local(self.A_log).float().exp(), self._local(self.dt_bias).float()
+        x = a.float() + bias
+        # softplus; the backward of F.softplus returns strides that the compiler does not expect
+        # (torch 2.13, on a CPU)
+        return -rate * torch.logaddexp(x, torch.zeros_like(x))
 
 
 class DeltaRule(nn.Module):
     """`gated_delta_rule` without parameters; a module, so that parallelism can replace its forward.
 
     q, k [B, T, Hk, K]; v [B, T, H, V]; log_decay, beta [B, T, H]; returns [B, T, H, V]. A key head
-    serves H / Hk consecutive heads.
+    serves H / Hk consecutive heads. `state_size`: elements of the states of all heads.
     """
+
+    def __init__(self, state_size: int):
+        super().__init__()
+        self.state_size = state_size
 
     def forward(
         self,
@@ -81,7 +117,7 @@ class DeltaRule(nn.Module):
         before = None if cache is None else cache.state
         out, state = gated_delta_rule(q, k, v, log_decay, beta, starts, before)
         if cache is not None:
-            cache.state = state
+            cache.keep_state(state)
         return out
 
 

@@ -21,6 +21,7 @@ from titanlite.models.olmo3 import OLMO3
 from titanlite.models.qwen2 import QWEN2
 from titanlite.models.qwen3 import QWEN3
 from titanlite.models.qwen3_moe import QWEN3_MOE
+from titanlite.models.qwen3_next import QWEN3_NEXT
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router
 from titanlite.models.sizes import ModelSizes
 from titanlite.models.smollm3 import SMOLLM3
@@ -39,6 +40,7 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     GEMMA3.name: GEMMA3,
     MIXTRAL.name: MIXTRAL,
     QWEN3_MOE.name: QWEN3_MOE,
+    QWEN3_NEXT.name: QWEN3_NEXT,
     DEEPSEEK_V3.name: DEEPSEEK_V3,
     GLM4_MOE.name: GLM4_MOE,
     GPT_OSS.name: GPT_OSS,

@@ -29,23 +29,28 @@ class StoredPart:
     transposed: bool = False  # a matrix is stored as [in, out]
     index: int = 0  # which of the parameters that are concatenated along their outputs
     count: int = 1  # how many are; all have the same shape
+    unit_columns: bool = False  # [D, W] is stored as [D, 1, W], as by a depthwise nn.Conv1d
 
     def stored_shape(self, shape: Sequence[int]) -> torch.Size:
         """Shape of the stored tensor that contains a parameter of `shape`."""
         rows, *columns = shape
-        stored = [rows * self.count, *columns]
+        stored = [rows * self.count, *[1] * self.unit_columns, *columns]
         return torch.Size(reversed(stored) if self.transposed else stored)
 
     def read(self, stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """`lengths` elements from `offsets` on of a parameter in `stored`, a safetensors slice."""
         rows = stored.get_shape()[-1 if self.transposed else 0] // self.count
         first = [self.index * rows + offsets[0], *offsets[1:]]
-        part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
+        part: list[Any] = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
+        if self.unit_columns:
+            part.insert(1, 0)
         return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The stored tensor of all its parameters."""
         joined = torch.cat(tuple(tensors)) if len(tensors) > 1 else tensors[0]
+        if self.unit_columns:
+            return joined.unsqueeze(1)
         return joined.t() if self.transposed else joined
 
 
@@ -214,6 +219,7 @@ class HuggingFaceMapping(Generic[SizesT]):
             values["factor"] = rope.get("factor") if scaled else 1.0
         fixed = {**UNSUPPORTED} if "layer_types" in self.intervals else {**UNSUPPORTED, **NO_TYPES}
         fixed |= self._fixed_values(config.get("num_experts_per_tok"))
+        fixed = {key: value for key, value in fixed.items() if key not in keys.values()}
         sized = keys.values() & self.rope_scaling.keys()
         scaling = {key: self.rope_scaling[key] for key in self.rope_scaling if key not in sized}
         required = fixed | (scaling if scaled else {"rope_type": "default"})
@@ -221,6 +227,7 @@ class HuggingFaceMapping(Generic[SizesT]):
         sizes = {name: values.get(key) for name, key in keys.items()}
         known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
         known |= self.fixed.keys() | ({LOCAL_ROPE_THETA} & self.defaults.keys())
+        known |= {"partial_rotary_factor"} & {*keys.values()}
         both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}
         conflicts = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
         wrong = [

@@ -11,6 +11,7 @@ from torch import nn
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
+from titanlite.kernels.delta_rule import DeltaRule, ShortConvolution
 from titanlite.models.moe import MixtureOfExperts
 
 
@@ -19,6 +20,7 @@ class BlockCounts(NamedTuple):
 
     weights: int  # matmul weights that a token is multiplied with
     window: int  # tokens that it attends to, itself included; 0: all up to itself
+    state: int = 0  # elements of the states of linear attention, which then replaces attention
 
 
 class ModelCounts(NamedTuple):
@@ -48,7 +50,7 @@ def count_model(build: Callable[[Any], nn.Module], sizes: Any, blocks_path: str)
 
 
 def _count_block(block: nn.Module) -> BlockCounts:
-    weights = window = 0
+    weights = window = state = 0
     for module in block.modules():
         if isinstance(module, nn.Linear):
             weights += module.weight.numel()
@@ -58,7 +60,11 @@ def _count_block(block: nn.Module) -> BlockCounts:
             weights += numel * module.sizes.active // module.sizes.count
         elif isinstance(module, CausalAttention):
             window = module.window
-    return BlockCounts(weights, window)
+        elif isinstance(module, ShortConvolution):
+            weights += module.weight.numel()
+        elif isinstance(module, DeltaRule):
+            state = module.state_size
+    return BlockCounts(weights, window, state)
 
 
 def flops_of_block(block: BlockCounts, sizes: Any, seq_len: int, full_attention: bool) -> float:
@@ -67,8 +73,11 @@ def flops_of_block(block: BlockCounts, sizes: Any, seq_len: int, full_attention:
     Attention costs 6 H (K + V) T counted in full, where K and V are the features of a head's key
     and value: 12 H K T where they are equal (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
     Counted causally, it is half of that. `full_attention`: as if a token also attended to later
-    ones.
+    ones. Linear attention costs 18 per element of its states, as computed token by token: a matmul
+    each to read what a key maps to, to write, and to read for a query.
     """
+    if block.state:
+        return 6 * block.weights + 18 * block.state
     key_dim = sizes.head_width
     features = sizes.n_heads * (key_dim + getattr(sizes, "v_head_dim", key_dim))
     attended: float = min(block.window or seq_len, seq_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
+from titanlite.kernels.delta_rule import DeltaCache, DeltaRule
 from titanlite.kernels.documents import DocumentIndex, IndexDocuments
 from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, rope_cos_sin
@@ -156,7 +157,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        caches: dict[str, KeyValueCache] | None = None,
+        caches: Mapping[str, KeyValueCache | DeltaCache] | None = None,
         labels: Tensor | None = None,
         documents: DocumentIndex | None = None,
     ) -> Tensor:
@@ -188,6 +189,16 @@ class Decoder(nn.Module):
         """Cosines and sines for each of the settings that blocks have; most models have one."""
         settings = dict.fromkeys(self.rotary[name] for name in self.layers)
         return {rotary: rope_cos_sin(positions, *rotary) for rotary in settings if rotary}
+
+
+def build_caches(layers: nn.ModuleDict, capacity: int) -> dict[str, KeyValueCache | DeltaCache]:
+    """An empty cache for each block, for the generation of at most `capacity` tokens."""
+
+    def build(block: nn.Module) -> KeyValueCache | DeltaCache:
+        is_linear = any(isinstance(module, DeltaRule) for module in block.modules())
+        return DeltaCache() if is_linear else KeyValueCache(capacity)
+
+    return {name: build(block) for name, block in layers.items()}
 
 
 def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:

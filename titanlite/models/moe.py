@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels.grouped import RowGroups, add_grouped_bias, grouped_matmul, row_groups
 from titanlite.models.decoder import FeedForward
-from titanlite.models.router import ExpertSizes, Router
+from titanlite.models.router import ExpertSizes, Router, RouterGate
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of `clamped_swiglu`
 
@@ -90,6 +90,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(dim, sizes)
         self.experts = GroupedExperts(dim, sizes)
         self.shared_experts = FeedForward(dim, sizes.shared_dim) if sizes.shared_dim else None
+        self.shared_gate = RouterGate(dim, 1, bias=False) if sizes.shared_gate else None
         self._dispatch: TokenDispatch = compute_locally
         self._compiled: Callable = lambda function: function
 
@@ -112,6 +113,8 @@ class MixtureOfExperts(nn.Module):
         rows = _CopyToRows.apply(tokens, self._compiled, *order)
         finish = self._dispatch(self.experts, rows, counts)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)  # meanwhile
+        if shared is not None and self.shared_gate is not None:
+            shared = shared * self.shared_gate(tokens).sigmoid().to(shared.dtype)
         out = _SumOfRows.apply(finish(), weights, self._compiled, *order)
         return (out if shared is None else out + shared).view_as(x)
 

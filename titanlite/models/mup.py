@@ -63,6 +63,13 @@ def check_mup_base(
     """Reject a base model with sizes that the family has not, or that do not fit together."""
     if config.base is None:
         return
+    if first_match(spec.init_roles, "norm.weight") == "zeros":
+        yield ConfigError(
+            f'mup.base: the norms of model.name = "{spec.name}" multiply by 1 + weight, which'
+            " cannot absorb the multipliers of muP.",
+            fix="Remove [mup], or use another family.",
+        )
+        return
     given = {name for name, value in dataclasses.asdict(config.base).items() if value is not None}
     known = {field.name for field in dataclasses.fields(sizes)}
     wrong = [f"it has no {name}" for name in sorted(given - known)]

@@ -23,6 +23,7 @@ class ExpertSizes:
     active: int  # experts that compute a token
     hidden_dim: int  # hidden width of one expert
     shared_dim: int = 0  # hidden width of the experts that compute every token; 0: none
+    shared_gate: bool = False  # each token weighs their output by a sigmoid
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the logits of all experts
     normalize: bool = True  # divide the weights of a token by their sum, if they are several
     route_scale: float = 1.0  # factor of the weights, after that
@@ -77,7 +78,8 @@ def check_expert_sizes(sizes: ExpertSizes) -> Iterator[ConfigError]:
 
 
 class RouterGate(nn.Linear):
-    """The linear layer of a router: logits in fp32, whatever the dtype of x and of the weights."""
+    """The linear layer of a router, or of the gate of the shared experts: logits in fp32, whatever
+    the dtype of x and of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models import ModelSizes, ModelSpec, first_match
 from titanlite.optim.mup import MupRule
 
 
@@ -29,9 +29,11 @@ class MatrixFacts:
     def is_hidden(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a parameter is a matrix inside a block, or a stack of them: experts.
 
-        A matrix of one column is a bias.
+        A matrix of one column is a bias. The weight of a depthwise convolution is not one, either: it
+        multiplies each channel by itself.
         """
-        is_matrix = len(shape) in (2, 3) and shape[-1] > 1
+        is_gain = first_match(self.spec.parameter_roles, name) == "gain"
+        is_matrix = len(shape) in (2, 3) and shape[-1] > 1 and not is_gain
         return is_matrix and name.startswith(f"{self.spec.blocks_path}.")
 
     def head_rows(self, name: str) -> int:

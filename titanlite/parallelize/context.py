@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
+from titanlite.kernels.delta_rule import DeltaRule
 from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
 from titanlite.parallelize.compile import replace_forward
 from titanlite.parallelize.context_attention import context_parallel_forward
@@ -62,6 +63,12 @@ def apply_context_parallel(
         model.use_document_mask(lambda p: DocumentIndex.build(encode_document_tiles(shard, p)))
     group_name, rotate_method = cp.get_group().group_name, section.context_parallel_rotate_method
     for name, module in model.named_modules():
+        if isinstance(module, DeltaRule):
+            raise ConfigError(
+                f"parallelism.context_parallel_degree = {cp.size()}: the linear attention {name}"
+                " does not support context parallel.",
+                fix="Set parallelism.context_parallel_degree = 1.",
+            )
         if fnmatchcase(name, pattern):
             attention = module
             assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"

@@ -147,10 +147,12 @@ def _local_weight(experts: nn.Module, weight: Tensor) -> Tensor:
 def _parallelize_over_tensor_ranks(
     module: MixtureOfExperts, tp: DeviceMesh, degrees: Degrees
 ) -> None:
-    """Parallelize the gate and the shared experts, and gather the sequence for sharded experts."""
-    gate, shared = module.router.gate, module.shared_experts
-    distribute_parameters(gate, tp, Replicate())
-    replace_forward(gate, _replicated_gate_forward)
+    """Parallelize the gates and the shared experts, and gather the sequence for sharded experts."""
+    shared = module.shared_experts
+    for gate in (module.router.gate, module.shared_gate):
+        if gate is not None:
+            distribute_parameters(gate, tp, Replicate())
+            replace_forward(gate, _replicated_gate_forward)
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:

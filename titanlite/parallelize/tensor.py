@@ -69,6 +69,8 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     "heads": TensorParallelRole(lambda o: styles.LocalForward(styles.normalize_locally)),
     # a number for each query head
     "per_head": TensorParallelRole(lambda o: styles.PerHead(), sharded_dim=0),
+    # parameters of heads that are no linear layer: decays, a convolution
+    "own_heads": TensorParallelRole(lambda o: styles.OwnHeads()),
     # norm of the queries or keys of all heads together
     "projection": TensorParallelRole(
         lambda o: styles.ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True
@@ -147,7 +149,7 @@ def check_tensor_parallel(
     if tensor == 1:
         return
     key = "parallelism.tensor_parallel_degree"
-    for field in ("n_heads", "hidden_dim"):
+    for field in ("n_heads", "hidden_dim", "linear_key_heads"):
         if field not in sizes.__dataclass_fields__:
             continue  # the width of experts, which check_expert_parallel checks
         size = getattr(sizes, field)

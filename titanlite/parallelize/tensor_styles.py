@@ -25,7 +25,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 
-from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
+from titanlite.distributed.collectives import (
+    all_gather_tensor,
+    all_reduce_max,
+    all_reduce_sum,
+    local_shard,
+)
+from titanlite.kernels.delta_rule import DecayGate, ShortConvolution
 from titanlite.models import OutputLayer, Vocabulary
 from titanlite.models.decoder import PositionEmbedding, ZeroCentredNorm, look_up
 from titanlite.models.loss import select_label_logit
@@ -235,6 +241,33 @@ class SharedByHeads(ParallelStyle):
             lambda _, inputs: (inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:])
         )
         return module
+
+
+class OwnHeads(ParallelStyle):
+    """A module with parameters for each head or channel, of which a rank uses those of its heads.
+
+    The elements of heads are sharded. The channels of a convolution are those of queries, keys and
+    values side by side, so a rank's are not consecutive; its weight, which is small, is replicated.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, ShortConvolution):
+            distribute_parameters(module, device_mesh, Replicate())
+            module.use_local(_own_channels(module.parts, device_mesh))
+        else:
+            assert isinstance(module, DecayGate)
+            distribute_parameters(module, device_mesh, Shard(0))
+            module.use_local(local_shard)
+        return module
+
+
+@cache  # a function for each block would make torch.compile compile each block
+def _own_channels(parts: tuple[int, ...], tp: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    def select(weight: Tensor) -> Tensor:
+        ranks, rank = tp.size(), tp.get_local_rank()
+        return torch.cat([w.chunk(ranks)[rank] for w in replicated_local(weight).split(parts)])
+
+    return select
 
 
 class OutputLayerColwise(ParallelStyle):

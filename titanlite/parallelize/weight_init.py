@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.collectives import shard_region
+from titanlite.distributed.collectives import local_shard, shard_region
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSizes, ModelSpec, first_match
 from titanlite.models.mup import WidthScale
@@ -30,6 +30,7 @@ INIT_ROLE_NAMES = (  # of parameters, in ModelSpec.init_roles
     "residual",  # layers that write to the residual: scaled down by depth
     "ones",
     "zeros",
+    "decay",  # logarithm of the rate at which a head of linear attention forgets
 )
 EMBEDDING = "tok_embeddings.weight"
 SCALED_BY_BLOCK = ("*.wo.weight", "*.w[23]*", "*.router.gate.weight")  # in torchtitan
@@ -71,6 +72,9 @@ def init_weights(
             parameter.fill_(factor)
         elif role == "zeros":
             parameter.zero_()
+        elif role == "decay":
+            _fill_normal(parameter, name, seed, Normal(1.0, "kept"))
+            _to_log_of_uniform(local_shard(parameter), 16.0)
         elif like_torchtitan:
             _fill_normal(parameter, name, seed, _torchtitan_normal(name, spec, sizes))
         else:
@@ -118,6 +122,14 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, normal: Normal) -> Non
         start, stop = max(top, first_row), min(bottom, end_row)  # rows of this block in the shard
         shard_in_block = (slice(start - top, stop - top), *columns)
         local[start - first_row : stop - first_row] = values[shard_in_block]
+
+
+def _to_log_of_uniform(normal: Tensor, highest: float) -> None:
+    """Replace standard normal values by logarithms of values that are uniform up to `highest`.
+
+    At least 0.01, as in transformers' Qwen3-Next.
+    """
+    normal.mul_(0.5**0.5).erf_().add_(1).mul_(highest / 2).clamp_(min=0.01).log_()
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -1,0 +1,327 @@
+"""Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct): three blocks of linear
+attention, Gated DeltaNet (https://arxiv.org/abs/2412.06464), and one of gated attention, in turn.
+
+Its multi-token prediction, an extra block used in training only, is not implemented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.kernels.delta_rule import DecayGate, DeltaCache, DeltaRule, ShortConvolution
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models import sizes as size
+from titanlite.models.config_json import (
+    COMMON_DEFAULTS,
+    SAME_AS_LLAMA,
+    HuggingFaceMapping,
+    StoredPart,
+)
+from titanlite.models.decoder import CosSin, Decoder, RopeSettings, ZeroCentredNorm, check_heads
+from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, TransformerBlock
+from titanlite.models.llama import NAMES as LLAMA_NAMES
+from titanlite.models.mixtral import hugging_face_balancing
+from titanlite.models.rope import apply_rope
+from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
+from titanlite.settings import Range
+
+
+@dataclass(frozen=True)
+class Qwen3NextSizes(LlamaSizes):
+    """The sizes of one model: its keys of [model]."""
+
+    hidden_dim: Annotated[int, Range(1), "width of the feed-forward layer; unused with experts"]
+    _: KW_ONLY
+    n_experts: Annotated[int, Range(0), "routed experts per block; 0: a feed-forward layer"] = 512
+    n_active_experts: size.ActiveExperts = 10
+    expert_hidden_dim: size.ExpertHiddenDim = 512
+    shared_hidden_dim: Annotated[int, Range(1), "width of the expert that computes every token"] = (
+        512
+    )
+    full_attention_every: Annotated[
+        int, Range(1), "every n-th block has full attention, the others linear attention"
+    ] = 4
+    linear_key_heads: Annotated[int, Range(1), "query and key heads of linear attention"] = 16
+    linear_value_heads: Annotated[int, Range(1), "value heads of linear attention"] = 32
+    linear_key_dim: Annotated[int, Range(1), "elements of such a query or key head"] = 128
+    linear_value_dim: Annotated[int, Range(1), "elements of such a value head"] = 128
+    conv_width: Annotated[int, Range(2), "tokens that linear attention's convolution sees"] = 4
+    vocab_size: size.VocabSize = 151_936
+    head_dim: Annotated[int, Range(1), "elements per head of full attention"] = 256
+    partial_rotary_factor: Annotated[float, Range(0, 1), "fraction of them that is rotated"] = 0.25
+    rope_theta: size.RopeTheta = 10_000_000.0
+    tied_embeddings: size.TiedEmbeddings = False
+
+    qk_norm = True
+
+    def rotary_of(self, block: int) -> RopeSettings | None:
+        if not size.is_every(self.full_attention_every, block):
+            return None
+        return int(self.head_dim * self.partial_rotary_factor), self.rope_theta, None
+
+    @property
+    def experts(self) -> ExpertSizes | None:
+        if not self.n_experts:
+            return None
+        return ExpertSizes(
+            self.n_experts,
+            self.n_active_experts,
+            self.expert_hidden_dim,
+            shared_dim=self.shared_hidden_dim,
+            shared_gate=True,
+        )
+
+
+class GatedAttention(Attention):
+    """Llama's attention with a norm on each query and key head, and a gate on each output.
+
+    A head's queries and gates are projected by one matrix, as in the published tensors.
+    """
+
+    def __init__(self, sizes: Qwen3NextSizes, block: int):
+        super().__init__(sizes, block)
+        self.wq = nn.Linear(sizes.dim, 2 * sizes.n_heads * self.head_width, bias=False)
+        self.q_norm = ZeroCentredNorm(self.head_width, eps=sizes.norm_eps)
+        self.k_norm = ZeroCentredNorm(self.head_width, eps=sizes.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: CosSin | None,
+        documents: DocumentIndex | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        assert rope is not None
+        q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_width)).chunk(2, -1)
+        k, v = (w(x).unflatten(-1, (-1, self.head_width)) for w in (self.wk, self.wv))
+        q, k = apply_rope(self.q_norm(q), rope), apply_rope(self.k_norm(k), rope)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
+        out = self.attend(q, k, v, documents, cache).transpose(1, 2) * gate.sigmoid()
+        return self.wo(out.flatten(-2))  # [B, T, H, K] -> [B, T, H*K]
+
+
+class GatedDeltaNet(nn.Module):
+    """Linear attention by the gated delta rule, behind a short convolution.
+
+    A matrix projects to the queries, keys, values and output gates of a key head, then to those of
+    the next, and another to the strengths and decays, as in the published tensors.
+    """
+
+    def __init__(self, sizes: Qwen3NextSizes):
+        super().__init__()
+        key_heads, value_heads = sizes.linear_key_heads, sizes.linear_value_heads
+        self.key_dim, self.value_dim = sizes.linear_key_dim, sizes.linear_value_dim
+        keys, values = key_heads * self.key_dim, value_heads * self.value_dim
+        self.shared_by = value_heads // key_heads  # value heads with the same query and key
+        self.wqkvz = nn.Linear(sizes.dim, 2 * keys + 2 * values, bias=False)
+        self.wba = nn.Linear(sizes.dim, 2 * value_heads, bias=False)
+        self.convolve = ShortConvolution((keys, keys, values), sizes.conv_width)
+        self.decay = DecayGate(value_heads)
+        self.delta_rule = DeltaRule(value_heads * self.key_dim * self.value_dim)
+        self.out_norm = nn.RMSNorm(self.value_dim, eps=sizes.norm_eps)
+        self.w_out = nn.Linear(values, sizes.dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: CosSin | None,
+        documents: DocumentIndex | None = None,
+        cache: DeltaCache | None = None,
+    ) -> Tensor:
+        widths = [self.key_dim] * 2 + [self.shared_by * self.value_dim] * 2
+        # -1: a tensor-parallel rank has only some of the heads; [B, T, D] -> [B, T, Hk, X]
+        *qkv, gate = self.wqkvz(x).unflatten(-1, (-1, sum(widths))).split(widths, -1)
+        strength, decay = self.wba(x).unflatten(-1, (-1, 2, self.shared_by)).unbind(-2)
+        mixed = torch.cat([part.flatten(-2) for part in qkv], -1)
+        mixed = self.convolve(mixed, documents, cache)
+        q, k, v = mixed.split([part.shape[-2] * part.shape[-1] for part in qkv], -1)
+        q, k = (_unit_length(part.unflatten(-1, (-1, self.key_dim))) for part in (q, k))
+        v = v.unflatten(-1, (-1, self.value_dim))  # -> [B, T, H, V]
+        decay, strength = self.decay(decay.flatten(-2)), strength.flatten(-2).float().sigmoid()
+        scaled = q * self.key_dim**-0.5
+        out = self.delta_rule(scaled, k, v, decay, strength, documents, cache)
+        gate = F.silu(gate.flatten(-2).unflatten(-1, (-1, self.value_dim)).float())
+        out = self.out_norm(out.to(v.dtype)) * gate
+        return self.w_out(out.to(v.dtype).flatten(-2))
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    """x divided by its length over the last dimension, in fp32; the epsilon is transformers'."""
+    x = x.float()
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class Qwen3NextBlock(TransformerBlock):
+    """Llama's block with zero-centered norms and one of the two kinds of attention."""
+
+    def __init__(self, sizes: Qwen3NextSizes, block: int):
+        is_full = size.is_every(sizes.full_attention_every, block)
+        attention = GatedAttention(sizes, block) if is_full else GatedDeltaNet(sizes)
+        super().__init__(sizes, attention, sizes.experts)
+        self.attention_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
+        self.ffn_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
+
+
+class Qwen3Next(Decoder):
+    """The transformer of Qwen3-Next."""
+
+    def __init__(self, sizes: Qwen3NextSizes):
+        norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
+        super().__init__(sizes, lambda block: Qwen3NextBlock(sizes, block), sizes.rotary_of, norm)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+NAMES = {
+    **LLAMA_NAMES,
+    "layers.*.attention.wqkvz.weight": "model.layers.*.linear_attn.in_proj_qkvz.weight",
+    "layers.*.attention.wba.weight": "model.layers.*.linear_attn.in_proj_ba.weight",
+    "layers.*.attention.convolve.weight": "model.layers.*.linear_attn.conv1d.weight",
+    "layers.*.attention.decay.A_log": "model.layers.*.linear_attn.A_log",
+    "layers.*.attention.decay.dt_bias": "model.layers.*.linear_attn.dt_bias",
+    "layers.*.attention.out_norm.weight": "model.layers.*.linear_attn.norm.weight",
+    "layers.*.attention.w_out.weight": "model.layers.*.linear_attn.out_proj.weight",
+    "layers.*.moe.shared_gate.weight": "model.layers.*.mlp.shared_expert_gate.weight",
+    "layers.*.moe.shared_experts.w1.weight": "model.layers.*.mlp.shared_expert.gate_proj.weight",
+    "layers.*.moe.shared_experts.w3.weight": "model.layers.*.mlp.shared_expert.up_proj.weight",
+    "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_expert.down_proj.weight",
+}
+
+HUGGING_FACE = HuggingFaceMapping(
+    family="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    sizes=Qwen3NextSizes,
+    names=NAMES,
+    parts={"layers.*.attention.convolve.weight": StoredPart(unit_columns=True)},
+    derived="mtp.*",  # the block for multi-token prediction of the published model
+    own_keys={
+        "n_experts": "num_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "shared_hidden_dim": "shared_expert_intermediate_size",
+        "full_attention_every": "layer_types",
+        "linear_key_heads": "linear_num_key_heads",
+        "linear_value_heads": "linear_num_value_heads",
+        "linear_key_dim": "linear_key_head_dim",
+        "linear_value_dim": "linear_value_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+        "partial_rotary_factor": "partial_rotary_factor",
+    },
+    fixed={
+        "hidden_act": SAME_AS_LLAMA["hidden_act"],
+        "attention_bias": SAME_AS_LLAMA["attention_bias"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    defaults={
+        **COMMON_DEFAULTS,
+        "head_dim": 256,
+        "layer_types": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+    },
+    # as published: transformers 5 writes the list
+    implied=lambda config: {"layer_types": config.get("full_attention_interval")},
+    intervals={"layer_types": ("linear_attention", "full_attention")},
+)
+
+
+# --- the family -----------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": Qwen3NextSizes(
+        256,
+        4,
+        8,
+        2,
+        768,
+        n_experts=16,
+        n_active_experts=4,
+        expert_hidden_dim=192,
+        shared_hidden_dim=192,
+        linear_key_heads=4,
+        linear_value_heads=8,
+        linear_key_dim=32,
+        linear_value_dim=32,
+        vocab_size=2048,
+        head_dim=64,
+    ),
+    # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
+    "80B-A3B": Qwen3NextSizes(2048, 48, 16, 2, 5120),
+}
+
+TP_PLAN = {
+    **LLAMA3.tp_plan,
+    "layers.*.attention.wqkvz": "colwise",
+    "layers.*.attention.wba": "colwise",
+    "layers.*.attention.convolve": "own_heads",
+    "layers.*.attention.decay": "own_heads",
+    "layers.*.attention.out_norm": "heads",
+    "layers.*.attention.w_out": "rowwise",
+}
+
+INIT_ROLES = {
+    "*.out_norm.weight": "ones",
+    "*norm.weight": "zeros",  # multiply by 1 + weight
+    "*.A_log": "decay",
+    "*.dt_bias": "ones",
+    "*": "normal",
+}
+
+PARAMETER_ROLES = {
+    "*.A_log": "gain",
+    "*.dt_bias": "gain",
+    "*.convolve.weight": "gain",
+    **LLAMA3.parameter_roles,
+}
+
+
+def check_qwen3_next_sizes(sizes: Qwen3NextSizes) -> Iterator[ConfigError]:
+    """Reject heads that do not fit together, and an odd number of rotated features."""
+    yield from check_heads(sizes)
+    if sizes.linear_value_heads % sizes.linear_key_heads:
+        yield ConfigError(
+            f"model.linear_key_heads = {sizes.linear_key_heads}: does not divide"
+            f" model.linear_value_heads = {sizes.linear_value_heads}; each key head serves the same"
+            " number of value heads.",
+            fix=f"Use a divisor of {sizes.linear_value_heads}.",
+        )
+    rotated = int(sizes.head_dim * sizes.partial_rotary_factor)
+    if rotated % 2 or not rotated:
+        yield ConfigError(
+            f"model.partial_rotary_factor = {sizes.partial_rotary_factor:g}: rotates {rotated} of"
+            f" model.head_dim = {sizes.head_dim} features; RoPE rotates pairs of them, at least"
+            " one.",
+            fix=f"Use {2 * max(1, rotated // 2) / sizes.head_dim:g}.",
+        )
+
+
+def _load_balancing(sizes: Qwen3NextSizes) -> LoadBalancing:
+    return hugging_face_balancing(0.001, sizes) if sizes.n_experts else NO_BALANCING
+
+
+QWEN3_NEXT = replace(
+    LLAMA3,
+    name="qwen3_next",
+    flavors=FLAVORS,
+    build=Qwen3Next,
+    tp_plan=TP_PLAN,
+    init_roles=INIT_ROLES,
+    parameter_roles=PARAMETER_ROLES,
+    hugging_face=HUGGING_FACE,
+    check_sizes=check_qwen3_next_sizes,
+    load_balancing=_load_balancing,
+)
