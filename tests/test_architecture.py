@@ -93,6 +93,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/models/loss.py: ctx.dtype": "autograd context",
     "titanlite/models/moe.py: ctx.compiled": "autograd context",
     "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",
+    "titanlite/parallelize/context_delta.py: ctx.group_name": "autograd context",
     # gradients and parameter groups are public attributes of torch tensors and optimizers
     "titanlite/optim/fp32_vectors.py: copy.grad": "gradient of a parameter",
     "titanlite/optim/in_backward.py: parameter.grad": "gradient of a parameter",

@@ -49,6 +49,7 @@ SHORT_SCHEDULE = [  # in tokens; the run consumes 768
     *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "0"),
     *("--lr_scheduler.total_tokens", "500"),
 ]
+LINEAR = ["--model.name", "qwen3_next"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
 NOISE_SCALE = ["--metrics.noise_scale_freq", "3", "--optimizer.early_step_in_backward", "true"]
 MUP_BASE = ["--mup.base.dim", "32", "--mup.base.n_heads", "2", "--mup.base.hidden_dim", "64"]
@@ -292,6 +293,16 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             ],
             8,
             "each shard over 4 tensor-parallel ranks. Set training.seq_len to a multiple of 8",
+        ),
+        (
+            [*LINEAR, "--parallelism.context_parallel_degree", "2", "--training.seq_len", "8"],
+            2,
+            "has 2 tokens, and model.conv_width = 4 needs 3",
+        ),
+        (
+            [*LINEAR, "--parallelism.tensor_parallel_degree", "2", "--model.linear_key_heads", "1"],
+            2,
+            "does not divide model.linear_key_heads = 1",
         ),
         (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, '"headtail" | "none"'),
         (

@@ -180,6 +180,7 @@ shard=2,tensor=2; [Muon, per head] shard=2,tensor=2
 
 # experts
 one; [balancing, softmax] accumulate=3,recompute=full; recompute=op
+    ; [linear attention, documents] accumulate=3,recompute=op
     ; [balancing, sigmoid] accumulate=3,recompute=full; recompute=op
 tensor=2; tensor=2,expert=2; context=2,expert=2
     ; shard=2,expert=2,accumulate=3,reduction=last_microbatch,recompute=full

@@ -66,7 +66,8 @@ def check_sequence_lengths(
     unique = {}  # by message: some problems do not depend on the length
     for key, seq_len in lengths.items():
         problems = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
-        problems += check_context_parallel(degrees, config.parallelism, seq_len, key)
+        conv_width = getattr(sizes, "conv_width", 1)
+        problems += check_context_parallel(degrees, config.parallelism, seq_len, key, conv_width)
         problems += _check_positions(sizes, seq_len, key)
         unique.update({str(problem): problem for problem in problems})
     yield from unique.values()

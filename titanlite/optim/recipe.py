@@ -29,8 +29,8 @@ class MatrixFacts:
     def is_hidden(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a parameter is a matrix inside a block, or a stack of them: experts.
 
-        A matrix of one column is a bias. The weight of a depthwise convolution is not one, either: it
-        multiplies each channel by itself.
+        A matrix of one column is a bias. The weight of a depthwise convolution is no matrix either:
+        it multiplies each channel by itself.
         """
         is_gain = first_match(self.spec.parameter_roles, name) == "gain"
         is_matrix = len(shape) in (2, 3) and shape[-1] > 1 and not is_gain

@@ -5,7 +5,7 @@ each rank's keys are merged by their log-sum-exp (ring attention, https://arxiv.
 so no rank allocates the scores or the mask of a full sequence.
 
 `context_tiles.py` plans what each rank computes, `kv_exchange.py` communicates, and
-`context_attention.py` computes.
+`context_attention.py` computes. `context_delta.py` is all of it for linear attention.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.nn.attention import SDPBackend
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
-from titanlite.kernels.delta_rule import DeltaRule
 from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
 from titanlite.parallelize.compile import replace_forward
 from titanlite.parallelize.context_attention import context_parallel_forward
+from titanlite.parallelize.context_delta import build_sequence_parts, compute_over_ranks
 from titanlite.parallelize.context_tiles import SequenceShard, encode_document_tiles
 
 
@@ -61,14 +61,10 @@ def apply_context_parallel(
     shard = build_sequence_shard(cp, section)
     if isinstance(model, SupportsDocuments) and model.index_documents is not None:
         model.use_document_mask(lambda p: DocumentIndex.build(encode_document_tiles(shard, p)))
+    parts = build_sequence_parts(cp, shard)
     group_name, rotate_method = cp.get_group().group_name, section.context_parallel_rotate_method
     for name, module in model.named_modules():
-        if isinstance(module, DeltaRule):
-            raise ConfigError(
-                f"parallelism.context_parallel_degree = {cp.size()}: the linear attention {name}"
-                " does not support context parallel.",
-                fix="Set parallelism.context_parallel_degree = 1.",
-            )
+        compute_over_ranks(module, parts)
         if fnmatchcase(name, pattern):
             attention = module
             assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"
@@ -78,13 +74,28 @@ def apply_context_parallel(
 
 
 def check_context_parallel(
-    degrees: Degrees, section: ParallelismConfig, seq_len: int, seq_len_key: str
+    degrees: Degrees,
+    section: ParallelismConfig,
+    seq_len: int,
+    seq_len_key: str,
+    conv_width: int = 1,
 ) -> Iterator[ConfigError]:
-    """Reject a `seq_len` (of the key `seq_len_key`) that context parallel cannot shard evenly."""
+    """Reject a `seq_len` (of the key `seq_len_key`) that context parallel cannot shard evenly, and
+    chunks that have fewer tokens than a convolution of `conv_width` needs from the chunk before."""
     context, tensor = degrees.context, degrees.tensor
     balanced = _is_balanced(section)
-    divisor = math.lcm(context * (2 if balanced else 1), context * tensor)
-    if context == 1 or seq_len % divisor == 0:
+    chunks = context * (2 if balanced else 1)
+    divisor = math.lcm(chunks, context * tensor)
+    if context == 1:
+        return
+    if seq_len % divisor == 0:
+        if seq_len // chunks < conv_width - 1:
+            yield ConfigError(
+                f"parallelism.context_parallel_degree = {context}: a chunk of {seq_len_key} ="
+                f" {seq_len} has {seq_len // chunks} tokens, and model.conv_width = {conv_width}"
+                f" needs {conv_width - 1} of the chunk before.",
+                fix=f"Set {seq_len_key} to at least {chunks * (conv_width - 1)}.",
+            )
         return
     ranks = f"{context} context-parallel ranks" + " with 2 chunks each" * balanced
     if tensor > 1:

@@ -135,6 +135,13 @@ def context_parallel_backward(
     return dq.to(q.dtype), dkv.to(k.dtype)
 
 
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name, which custom ops have as an argument."""
+    # Private, but how torch's own ops find a group by its name (2.11 to 2.15).
+    resolve = dist.distributed_c10d._resolve_process_group
+    return resolve(name)  # type: ignore[arg-type]  # GroupName is a private subtype of str
+
+
 def _plan_attention(
     q: Tensor,
     documents: Tensor | None,
@@ -143,9 +150,7 @@ def _plan_attention(
     rotate_method: str,
     window: int,
 ) -> tuple[KVExchange, TilesWithKeysOf]:
-    # Private, but how torch's own ops find a group by its name (2.11 to 2.15).
-    resolve = dist.distributed_c10d._resolve_process_group
-    group = resolve(group_name)  # type: ignore[arg-type]  # GroupName is a private subtype of str
+    group = resolve_group(group_name)
     exchange = KV_EXCHANGES[rotate_method](group)
     if documents is not None:
         return exchange, decode_document_tiles(documents, window).__getitem__
