@@ -12,6 +12,7 @@ COMMANDS = {
     "loss": "a picture of the loss of a run",
     "evaluate": "downstream tasks on a checkpoint or a Hugging Face folder, through lm-eval",
     "scaling-laws": "fit, optimum, bias, ladder",
+    "parity": "write, compare: evidence that another trainer computes what titanlite computes",
     "check-mup": "the slopes of the activations over the width; exit code 0 if they are flat",
     "drill": "faults in a run of yours; its end must equal an undisturbed run, bit by bit",
 }

@@ -63,7 +63,8 @@ def write_hugging_face(
         )
     spec, sizes, tokenizer = model.spec, model.sizes, model.tokenizer
     config = spec.hugging_face.to_config(sizes, model.seq_len)
-    config |= {"torch_dtype": str(dtype).removeprefix("torch.")}
+    # no token is padding: transformers would not train its embedding (Gemma 3: token 0)
+    config |= {"torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None}
     config |= _special_token_ids(tokenizer, model.bos)
     if model.published.get("eos_token_id") is not None:
         config["eos_token_id"] = model.published["eos_token_id"]

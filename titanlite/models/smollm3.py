@@ -49,7 +49,6 @@ HUGGING_FACE = HuggingFaceMapping(
         **default_key_value_heads(config),
     },
     # transformers' default, 128004, may be no token
-    further=lambda sizes: {"pad_token_id": None},
     intervals={"no_rope_layers": (1, 0)},
 )
 

@@ -1,0 +1,1 @@
+"""Evidence that another trainer computes what titanlite computes, step by step."""
