@@ -27,6 +27,9 @@ def pytest_addoption(parser) -> None:
         "--expert-layouts", action="store_true", help="random layouts with expert parallel only"
     )
     parser.addoption(
+        "--planted", action="store_true", help="plant all faults that the oracle must find"
+    )
+    parser.addoption(
         "--fuzz", type=float, default=0, help="minutes of fuzzing all readers; runs no other test"
     )
     parser.addoption(

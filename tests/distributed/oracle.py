@@ -517,7 +517,8 @@ def merge_ranks(records: list[Record]) -> Record:
     first = records[0]
     for r in records:
         same = (r.losses, r.z_losses, r.norms, r.validations, r.loads)
-        assert same == (first.losses, first.z_losses, first.norms, first.validations, first.loads)
+        own = (first.losses, first.z_losses, first.norms, first.validations, first.loads)
+        assert same == own, f"losses, norms or loads differ between ranks: {own}, {same}"
     gradients = [merge_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
     weights = merge_parts([r.weights for r in records])
     return replace(first, gradients=gradients, weights=weights)

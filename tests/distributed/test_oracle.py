@@ -346,17 +346,27 @@ def assert_matches_one_process(cases) -> None:
     by_rank = run_on_ranks(run_layouts, cases[0][0].degrees.ranks, cases)
     wrong = []
     for (layout, recipe), *records in zip(cases, *by_rank, strict=True):
-        record = merge_ranks(records)
-        is_planned = recipe.spec.name not in UNPLANNED
-        if is_planned and not (layout.early or layout.offload):  # else not all there after backward
-            ranks_of_stage = layout.degrees.ranks // layout.pipeline
-            rest = [record.rest for record in records[::ranks_of_stage]]
-            assert rest == estimate_rest(layout, recipe), str(layout)
-        errors = worst_error(record, one_process(recipe), recipe.compares_tensors)
-        print(f"{layout} {recipe.optimizer}: at most {max(errors.values()):.1e}")  # pytest -rP
-        if max(errors.values()) > 1e-5:
+        errors = find_errors(layout, recipe, records, one_process(recipe))
+        if errors:
             wrong.append((str(layout), recipe.optimizer, errors))
     assert not wrong
+
+
+def find_errors(layout, recipe, records, expected) -> dict[str, float]:
+    """What differs from the one process by more than rounding; raises AssertionError if ranks
+    differ, if the planner's bytes are wrong, or if a weight has no gradient on either side."""
+    record = merge_ranks(records)
+    is_planned = recipe.spec.name not in UNPLANNED
+    if is_planned and not (layout.early or layout.offload):  # else not all there after backward
+        ranks_of_stage = layout.degrees.ranks // layout.pipeline
+        rest = [record.rest for record in records[::ranks_of_stage]]
+        assert rest == estimate_rest(layout, recipe), str(layout)
+    steps = expected.gradients
+    dead = [name for name in steps[0] if not any(step[name].any() for step in steps)]
+    assert not dead, f"gradients of zero on one process: {dead}"  # equal on all, but not trained
+    errors = worst_error(record, expected, recipe.compares_tensors)
+    print(f"{layout} {recipe.optimizer}: at most {max(errors.values()):.1e}")  # pytest -rP
+    return {name: error for name, error in errors.items() if not error <= 1e-5}
 
 
 def name_of(row: list[tuple[str, str]]) -> str:
@@ -371,12 +381,14 @@ def pytest_generate_tests(metafunc) -> None:
 
 
 def test_every_layout_matches_one_process(row):
-    cases = []
-    for name, layouts in row:
-        recipe, fits = RECIPES[name], name in CHANGES  # a family has a block for each of two stages
-        found = parse_layouts(layouts)
-        cases += [(x, recipe if fits else fit_recipe(recipe, x)) for x in found]
-    assert_matches_one_process(cases)
+    assert_matches_one_process(
+        [(x, recipe_for(name, x)) for name, layouts in row for x in parse_layouts(layouts)]
+    )
+
+
+def recipe_for(name: str, layout: Layout) -> Recipe:
+    """The recipe of a row; a family has a block for each of two stages."""
+    return RECIPES[name] if name in CHANGES else fit_recipe(RECIPES[name], layout)
 
 
 def test_every_recipe_and_every_family_is_in_the_table():
@@ -482,11 +494,6 @@ def test_the_runs_with_clipping_are_clipped():
     """Otherwise the oracle would not test clipping."""
     for recipe in (ADAMW, CLIPPED):
         assert min(one_process(recipe).norms) > recipe.max_norm
-
-
-def test_the_oracle_detects_an_update_that_is_wrong_by_a_factor():
-    record, scaled = one_process(SGD), one_process(replace(SGD, lr=SGD.lr * 1.001))
-    assert max(worst_error(scaled, record, tensors=True).values()) > 1e-5
 
 
 def test_the_model_sizes_do_not_divide_evenly():
