@@ -140,6 +140,11 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     small = [name for name in manifest.files if name in KEPT_FILES]
     check_hashes(last, manifest, small)
     names = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
+    for folder, of_folder in saved:
+        for name in names:
+            record = of_folder.tensors.get(f"{part}.{name}")
+            if record is None or record.shape != manifest.tensors[f"model.{name}"].shape:
+                raise CheckpointError(f"{folder}: {part}.{name} is missing or has another shape.")
     shapes = {name: list(manifest.tensors[f"model.{name}"].shape) for name in sorted(names)}
 
     def load(name: str) -> Tensor:

@@ -310,7 +310,7 @@ def test_parts_of_a_tensor_are_read_as_a_rank_reads_its_shards(tmp_path, case):
 @pytest.mark.parametrize("layout", [Layout(shard=2, tensor=2)], ids=str)
 def test_ranks_read_their_shards_of_joined_and_transposed_tensors(tmp_path, layout):
     """And the norm of a projection, whose weight is sharded."""
-    for name in ("gpt2", "olmo2"):
+    for name in ("gpt2", "olmo2", "gpt_oss"):
         transformers_model(name).save_pretrained(tmp_path / name)
         _, source = load(tmp_path / name)
         recipe = replace(ADAMW, batch=12, seq_len=24, sizes=source.sizes)
@@ -379,6 +379,8 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
         ({"rope_scaling": {**OLMO3_YARN, "attention_factor": 1.0}}, "attention_factor"),
         ({"rope_scaling": {**OLMO3_YARN, "beta_fast": 16}}, "beta_fast = 16"),
         ({"rope_scaling": {**OLMO3_YARN, "truncate": False}}, "truncate"),
+        ({"rope_scaling": None, "rope_parameters": OLMO3_YARN}, "rope_parameters"),
+        ({"sliding_window": 0}, "sliding_window = 0"),
     ],
     "qwen2": [
         ({"use_sliding_window": True}, "use_sliding_window = true"),
@@ -402,6 +404,7 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
         ({"attention_bias": True}, "attention_bias = true"),
         ({"sliding_window": None}, "sliding_window = null"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, 'rope_type = "yarn"'),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 'type = "linear"'),
         (
             {
                 "rope_local_base_freq": None,
@@ -415,6 +418,7 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
     ],
     "glm4_moe": [
         ({"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
+        ({"partial_rotary_factor": None}, "partial_rotary_factor = 1.0"),
         ({"norm_topk_prob": False}, "norm_topk_prob = false"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = true"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),

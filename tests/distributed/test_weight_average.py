@@ -131,7 +131,8 @@ def test_the_average_leaves_out_rejected_steps_and_changes_no_weight():
         counters.advance(1, 1)
         if counters.step in (2, 6):  # every second step; the fourth was rejected
             values.append(model.weight.detach().float())
-    assert average.state() == 2
+    state = average.state()
+    assert state["steps"] == 2
     mean = torch.stack(values).mean(0)
     assert torch.allclose(average.tensors["weight"], mean)
     weight = model.weight.detach().clone()
@@ -140,4 +141,9 @@ def test_the_average_leaves_out_rejected_steps_and_changes_no_weight():
     assert torch.equal(model.weight, weight)
     for wrong in (-1, "2", True):
         with pytest.raises(ValueError, match="must be a number of steps"):
-            average.restore(wrong)
+            average.restore({**state, "steps": wrong})
+    average.restore(state)
+    assert average.state()["steps"] == 2
+    other = WeightAverage(model, WeightAverageConfig(decay=0.9), counters)
+    other.restore(state)  # of another kind: the average begins again
+    assert other.state()["steps"] == 0

@@ -337,7 +337,7 @@ class Checkpointer:
         if PUBLISHED_FILE in manifest.files:
             self.files[PUBLISHED_FILE] = folder.read(PUBLISHED_FILE)
         finished = manifest.step >= finished_at and not manifest.has("optimizer")
-        excluded = set() if completely else set(config.exclude_from_loading)
+        excluded: set[str] = set() if completely else set(config.exclude_from_loading)
         if config.saves and not found.initial:  # else each start would begin again at step 0
             excluded.discard("train_state")
         skip_optimizer = model_only or finished or "optimizer" in excluded
@@ -352,6 +352,8 @@ class Checkpointer:
             ).mark_on_all_ranks()
         if average and manifest.has(AVERAGE) and not model_only:
             state[AVERAGE] = dict(average)
+        elif average:
+            excluded.add(AVERAGE)
         if required.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
@@ -412,6 +414,8 @@ def _without_excluded(progress: dict[str, Any], excluded_parts: Collection[str])
         # they refer to positions of the earlier start
         for key in ("gaps", "rollbacks", "lanes"):
             progress.pop(key, None)
+    if AVERAGE in excluded_parts:  # it was not read, so its number of steps is 0
+        progress.pop("weight_average", None)
     if "train_state" in excluded_parts:
         progress |= {"step": 0, "tokens": 0}
     return progress

@@ -313,12 +313,13 @@ def _check_tensors_match(
 ) -> None:
     """Raise CheckpointError with every difference between stored and expected tensors."""
     stored = {name: locations[name] for name in expected if name in locations}
-    # `derived` matches buffers in old folders whose values follow from config.json.
     derived = spec.hugging_face.derived
     names_by_problem = {
         "tensors are missing": [name for name in expected if name not in locations],
         "tensors are not part of the model": [
-            name for name in locations if name not in expected and not fnmatchcase(name, derived)
+            name
+            for name in locations
+            if name not in expected and not any(fnmatchcase(name, each) for each in derived)
         ],
         "tensors have another shape": [
             f"{name} {list(location.shape)!s:.80}, not {list(expected[name])}"

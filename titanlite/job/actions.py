@@ -35,21 +35,27 @@ def add_periodic_actions(
 
     validated, began = False, state.step
 
-    def validate_all(step: int) -> dict[str, ValidationResult]:
+    def measure(data: ValidationSet, step: int) -> ValidationResult:
+        return validate(
+            run.engine,
+            data,
+            validation_samples(config.validation, data, job.global_batch),
+            config.validation.local_batch_size,
+            run.step_settings.mesh,
+            run.device,
+            partial(run.watchdog.set_phase, step),
+        )
+
+    def validate_all(step: int) -> periodic.ValidationResults:
         nonlocal validated
-        first, validated, results = not validated, True, {}
+        first, validated = not validated, True
         if first:  # compiles graphs of its own
             set_timeouts("init_timeout_seconds")
-        for data in validation_sets:
-            samples = validation_samples(config.validation, data, job.global_batch)
-            local_batch, mesh = config.validation.local_batch_size, run.step_settings.mesh
-            set_phase = partial(run.watchdog.set_phase, step)
-            of_set = run.engine, data, samples, local_batch, mesh, run.device, set_phase
-            measure = partial(validate, *of_set)
-            results[data.name] = measure()
-            if average and config.weight_average.validate:
-                with average.in_use():
-                    results[f"{data.name}, average"] = measure()
+        results = {("validation", data.name): measure(data, step) for data in validation_sets}
+        if average is not None and config.weight_average.validate:
+            with average.in_use():
+                for data in validation_sets:
+                    results["validation_average", data.name] = measure(data, step)
         if first and step > began:  # else the first step, which compiles, is still to come
             set_timeouts("train_timeout_seconds")
         return results

@@ -298,7 +298,8 @@ def add_meters(
     meters = [meter for build in METERS if (meter := build(metered))]
     hooks = [meter.hook for meter in meters if meter.hook]
     settings = run.step_settings
-    settings = dataclasses.replace(settings, hooks=(*settings.hooks, *hooks))
+    # the average comes last, as the load of experts changes their biases after an update
+    settings = dataclasses.replace(settings, hooks=(*hooks, *settings.hooks))
     actions = tuple(meter.action for meter in meters)
     return dataclasses.replace(run, step_settings=settings, actions=actions)
 

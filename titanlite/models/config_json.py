@@ -102,8 +102,8 @@ class HuggingFaceMapping(Generic[SizesT]):
     parts: Mapping[str, StoredPart] = field(default_factory=dict)
     # names as in `names` of parameters that are not stored as the same tensor
     optional_prefix: str = ""  # of names; a folder may leave it out
-    derived: str = "*.rotary_emb.inv_freq"
-    # pattern of tensors in old folders that are computed from config.json
+    derived: Sequence[str] = ("*.rotary_emb.inv_freq",)
+    # patterns of tensors that are not read, such as those in old folders that config.json implies
     model_type: str = ""  # default: the name of the family
     own_keys: Mapping[str, str] = field(default_factory=dict)
     # field of the sizes -> key of config.json, beside those of COMMON_KEYS
@@ -208,7 +208,12 @@ class HuggingFaceMapping(Generic[SizesT]):
         stated |= {key: self._interval_of(key, stated) for key in self.intervals if key in stated}
         if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
             del stated["layer_types"]
-        rope = rope_table(stated)
+        rope, known = rope_table(stated), {"rope_type", "type", "rope_theta", "factor"}
+        if LOCAL_ROPE_THETA in self.defaults:  # as transformers 5 reads these families
+            flat = stated.get("rope_parameters")
+            if isinstance(flat, dict) and flat and "full_attention" not in flat:
+                rope = {**rope, "rope_parameters": flat}
+            known -= set() if "rope_type" in rope else {"type"}
         if rope.get("rope_type", rope.get("type")) == "yarn" and "mscale" not in self.rope_scaling:
             rope = without_implied_factor(rope)
         values = {**self.defaults, "rope_type": rope.get("type", "default")}
@@ -223,9 +228,9 @@ class HuggingFaceMapping(Generic[SizesT]):
         sized = keys.values() & self.rope_scaling.keys()
         scaling = {key: self.rope_scaling[key] for key in self.rope_scaling if key not in sized}
         required = fixed | (scaling if scaled else {"rope_type": "default"})
-        values = {**{key: self.rope_scaling[key] for key in sized}, **values}
+        values |= {key: rope.get(key, self.rope_scaling[key]) for key in sized}
         sizes = {name: values.get(key) for name, key in keys.items()}
-        known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
+        known |= self.rope_scaling.keys()
         known |= self.fixed.keys() | ({LOCAL_ROPE_THETA} & self.defaults.keys())
         known |= {"partial_rotary_factor"} & {*keys.values()}
         both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}

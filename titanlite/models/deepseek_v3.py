@@ -55,7 +55,7 @@ class DeepSeekV3Sizes:
     rope_theta: size.RopeTheta = 10_000.0
     rope_scaling_factor: Annotated[float, Range(1), "of RoPE frequencies (YaRN); 1: none"] = 1.0
     rope_fast_turns: Annotated[
-        float, Range(1), "YaRN keeps the pairs that turn as often over the original context"
+        float, Range(1), "YaRN keeps pairs that turn as often or more over the original context"
     ] = YarnScaling.fast_turns
 
     tied_embeddings = False
@@ -77,19 +77,24 @@ class DeepSeekV3Sizes:
 
     @property
     def experts(self) -> ExpertSizes | None:
-        if self.n_dense_layers >= self.n_layers:
-            return None
-        return ExpertSizes(
-            count=self.n_experts,
-            active=self.n_active_experts,
-            hidden_dim=self.expert_hidden_dim,
-            shared_dim=self.n_shared_experts * self.expert_hidden_dim,
-            score="sigmoid",
-            route_scale=self.route_scale,
-            groups=self.n_expert_groups,
-            active_groups=self.n_active_groups,
-            selection_bias=True,
-        )
+        return deepseek_experts(self)
+
+
+def deepseek_experts(sizes: Any) -> ExpertSizes | None:
+    """DeepSeek-V3's experts, of sizes with these keys; None: all blocks are dense."""
+    if sizes.n_dense_layers >= sizes.n_layers:
+        return None
+    return ExpertSizes(
+        count=sizes.n_experts,
+        active=sizes.n_active_experts,
+        hidden_dim=sizes.expert_hidden_dim,
+        shared_dim=sizes.n_shared_experts * sizes.expert_hidden_dim,
+        score="sigmoid",
+        route_scale=sizes.route_scale,
+        groups=sizes.n_expert_groups,
+        active_groups=sizes.n_active_groups,
+        selection_bias=True,
+    )
 
 
 class DeepSeekAttention(nn.Module):
@@ -205,7 +210,7 @@ HUGGING_FACE = HuggingFaceMapping(
     architecture="DeepseekV3ForCausalLM",
     sizes=DeepSeekV3Sizes,
     names=NAMES,
-    derived="model.layers.61.*",  # the block for multi-token prediction of the published model
+    derived=["model.layers.61.*"],  # the block for multi-token prediction of the published model
     own_keys={
         **EXPERT_KEYS,
         "q_lora_rank": "q_lora_rank",

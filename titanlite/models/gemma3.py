@@ -3,6 +3,7 @@ sliding window and another RoPE base in five of six blocks, and scaled embedding
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Annotated
@@ -10,11 +11,19 @@ from typing import Annotated
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import LOCAL_ROPE_THETA, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import CosSin, Decoder, FeedForward, RopeSettings, ZeroCentredNorm
+from titanlite.models.decoder import (
+    CosSin,
+    Decoder,
+    FeedForward,
+    RopeSettings,
+    ZeroCentredNorm,
+    check_heads,
+)
 from titanlite.models.llama import LLAMA3, Attention, LlamaSizes
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.rope import LinearScaling
@@ -30,7 +39,7 @@ class Gemma3Sizes(LlamaSizes):
     vocab_size: size.VocabSize = 262_144
     head_dim: Annotated[int, Range(1), "elements per head"] = 256
     score_dim: Annotated[int, Range(1), "attention scores are divided by the root of it"] = 256
-    window: size.Window = 1024
+    window: Annotated[int, Range(1), "tokens that a token attends to, itself too"] = 1024
     full_attention_every: size.FullAttentionEvery = 6
     local_rope_theta: Annotated[float, Range(1), "base of RoPE in blocks with a window"] = 10_000.0
     rope_scaling_factor: Annotated[
@@ -174,6 +183,18 @@ TP_PLAN = {
     "layers.*.ffn_out_norm": "sequence",
 }
 
+
+def check_gemma_heads(sizes: Gemma3Sizes) -> Iterator[ConfigError]:
+    """Reject heads that do not fit; transformers refuses them, whatever their width."""
+    yield from check_heads(sizes)
+    if sizes.dim % sizes.n_heads:
+        yield ConfigError(
+            f"model.n_heads = {sizes.n_heads}: does not divide model.dim = {sizes.dim}, as"
+            " transformers requires of Gemma 3.",
+            fix="Change one of them.",
+        )
+
+
 GEMMA3 = replace(
     LLAMA3,
     name="gemma3",
@@ -182,4 +203,5 @@ GEMMA3 = replace(
     tp_plan=TP_PLAN,
     init_roles={**LLAMA3.init_roles, "*norm.weight": "zeros"},
     hugging_face=HUGGING_FACE,
+    check_sizes=check_gemma_heads,
 )

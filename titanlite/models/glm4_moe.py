@@ -14,7 +14,12 @@ from titanlite.errors import ConfigError
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import RopeSettings, check_heads
-from titanlite.models.deepseek_v3 import EXPERT_KEYS, EXPERT_NAMES, check_dense_layers
+from titanlite.models.deepseek_v3 import (
+    EXPERT_KEYS,
+    EXPERT_NAMES,
+    check_dense_layers,
+    deepseek_experts,
+)
 from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
 from titanlite.models.router import ExpertSizes, LoadBalancing
 from titanlite.settings import Range
@@ -45,22 +50,12 @@ class Glm4MoESizes(LlamaSizes):
 
     @property
     def experts(self) -> ExpertSizes | None:
-        if self.n_dense_layers >= self.n_layers:
-            return None
-        return ExpertSizes(
-            count=self.n_experts,
-            active=self.n_active_experts,
-            hidden_dim=self.expert_hidden_dim,
-            shared_dim=self.n_shared_experts * self.expert_hidden_dim,
-            score="sigmoid",
-            route_scale=self.route_scale,
-            groups=self.n_expert_groups,
-            active_groups=self.n_active_groups,
-            selection_bias=True,
-        )
+        return deepseek_experts(self)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
+
+ROTATED = "partial_rotary_factor"
 
 HUGGING_FACE = HuggingFaceMapping(
     family="glm4_moe",
@@ -68,23 +63,25 @@ HUGGING_FACE = HuggingFaceMapping(
     sizes=Glm4MoESizes,
     names={**NAMES, **EXPERT_NAMES},
     # the blocks for multi-token prediction behind the 46 and 92 of the published models
-    derived="model.layers.[49][26].*",
+    derived=["model.layers.46.*", "model.layers.92.*"],
     own_keys={**EXPERT_KEYS, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
     fixed={
         "hidden_act": SAME_AS_LLAMA["hidden_act"],
         "tie_word_embeddings": False,
-        "partial_rotary_factor": 0.5,
+        ROTATED: 0.5,
         "norm_topk_prob": True,
     },
     defaults={
         **COMMON_DEFAULTS,
         "rms_norm_eps": 1e-5,
         "head_dim": 0,
-        "partial_rotary_factor": 0.5,
+        ROTATED: 0.5,
         "norm_topk_prob": True,
         "attention_bias": False,
         "use_qk_norm": False,
     },
+    # transformers 5 rotates whole heads if it is null
+    implied=lambda config: {ROTATED: None if config.get(ROTATED, 0.5) else 1.0},
     further=lambda sizes: {"num_nextn_predict_layers": 0},
 )
 

@@ -162,7 +162,7 @@ HUGGING_FACE = HuggingFaceMapping(
     names=NAMES,
     parts=PARTS,
     optional_prefix="transformer.",
-    derived="*.attn.[bm]*",  # causal masks: h.0.attn.bias and h.0.attn.masked_bias
+    derived=["*.attn.[bm]*"],  # causal masks: h.0.attn.bias and h.0.attn.masked_bias
     own_keys={
         "dim": "n_embd",
         "n_layers": "n_layer",

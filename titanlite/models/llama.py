@@ -195,6 +195,11 @@ def default_key_value_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": config.get("num_attention_heads")}
 
 
+def null_key_value_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The key-value heads of a config.json in which they are null."""
+    return default_key_value_heads(config) if "num_key_value_heads" in config else {}
+
+
 HUGGING_FACE = HuggingFaceMapping(
     family="llama3",
     architecture="LlamaForCausalLM",

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, HuggingFaceMapping
-from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
+from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes, null_key_value_heads
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ HUGGING_FACE = HuggingFaceMapping(
     names=NAMES,
     fixed={"hidden_act": "silu", "use_sliding_window": False, "head_dim": None},
     defaults={**COMMON_DEFAULTS, "num_key_value_heads": 32},
+    implied=null_key_value_heads,
 )
 
 

@@ -201,7 +201,7 @@ HUGGING_FACE = HuggingFaceMapping(
     sizes=Qwen3NextSizes,
     names=NAMES,
     parts={"layers.*.attention.convolve.weight": StoredPart(unit_columns=True)},
-    derived="mtp.*",  # the block for multi-token prediction of the published model
+    derived=["mtp.*"],  # the block for multi-token prediction of the published model
     own_keys={
         "n_experts": "num_experts",
         "expert_hidden_dim": "moe_intermediate_size",

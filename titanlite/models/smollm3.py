@@ -9,7 +9,7 @@ from typing import Annotated
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import RopeSettings
-from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes, default_key_value_heads
+from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes, null_key_value_heads
 from titanlite.settings import Range
 
 
@@ -43,10 +43,11 @@ HUGGING_FACE = HuggingFaceMapping(
         "rope_theta": 2_000_000.0,
         "tie_word_embeddings": True,
         "no_rope_layers": 4,
+        "num_key_value_heads": 4,
     },
     implied=lambda config: {
         "no_rope_layers": config.get("no_rope_layer_interval"),
-        **default_key_value_heads(config),
+        **null_key_value_heads(config),
     },
     # transformers' default, 128004, may be no token
     intervals={"no_rope_layers": (1, 0)},

@@ -152,24 +152,28 @@ def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
     return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
+# (event, name of the validation set) -> result
+ValidationResults = dict[tuple[str, str], ValidationResult]
+
+
 def run_validation(
-    validate_all: Callable[[int], dict[str, ValidationResult]],
+    validate_all: Callable[[int], ValidationResults],
     sinks: MetricSinks,
     freq: int,
     last_step: int,
 ) -> PeriodicAction:
     """Validate every `freq` steps and after the last step.
 
-    `validate_all(step)` returns the result of each validation set by its name. A run that stops
-    early does not validate: the next start does it, for the step that it starts from, if
-    metrics.jsonl has no result of that step.
+    `validate_all(step)` returns the result of each validation set. A run that stops early does not
+    validate: the next start does it, for the step that it starts from, if metrics.jsonl has no
+    result of that step.
     """
 
     def measure(step: int) -> None:
-        for name, result in validate_all(step).items():
+        for (event, name), result in validate_all(step).items():
             sinks.event(
                 step,
-                "validation",
+                event,
                 name=name,
                 loss=result.loss,
                 perplexity=result.perplexity,

@@ -47,16 +47,18 @@ class WeightAverage(StepHook):
     """
 
     def __init__(self, model: nn.Module, config: WeightAverageConfig, counters: Counters):
-        self._config, self._counters = config, counters
-        self._weights = model_and_optimizer_state(model)["model"]
+        self._model, self._config, self._counters = model, config, counters
+        weights = model_and_optimizer_state(model)["model"]
         averages: dict[int | str, Tensor] = {}  # by address: tied weights have two names
         self.tensors: dict[str, Tensor] = {}
-        for name, weight in self._weights.items():
+        self._names: list[str] = []  # of each average once
+        for name, weight in weights.items():
             key = local_shard(weight).data_ptr() or name  # 0: this rank's shard is empty
             if key not in averages:
                 averages[key] = self._allocate(weight)
+                self._names.append(name)
             self.tensors[name] = averages[key]
-        device = next(iter(self._weights.values())).device
+        device = next(iter(weights.values())).device
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
 
     def _allocate(self, weight: Tensor) -> Tensor:
@@ -74,19 +76,22 @@ class WeightAverage(StepHook):
         step = self._counters.step + 1  # the counters advance later
         if step <= self._config.start_step or step % self._config.freq:
             return
-        accept = torch.ones_like(self._updates, dtype=torch.bool)
-        accept = accept if result.accept is None else result.accept.to(accept.device)
-        self._updates += accept
+        accept = result.accept
+        self._updates += 1 if accept is None else accept.to(self._updates.device)
         share = (1 / self._updates).clamp(min=1 - self._config.decay)
-        share = torch.where(accept, share, 0.0)  # 0 changes no bit of the average
+        if accept is not None:
+            share = torch.where(accept.to(share.device), share, 0.0)  # 0 changes no value
         for average, weight in self._pairs():
             average.lerp_(weight.to(average.device, torch.float32), share.to(average.device))
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's shards of each average and of its weight, once."""
-        names = {id(average): name for name, average in self.tensors.items()}
-        for name in names.values():
-            yield local_shard(self.tensors[name]), local_shard(self._weights[name])
+        """This rank's shards of each average and of its weight, once.
+
+        The weights are asked for each time: FSDP moves wrapped ones (Float8) before its first step.
+        """
+        weights = model_and_optimizer_state(self._model)["model"]
+        for name in self._names:
+            yield local_shard(self.tensors[name]), local_shard(weights[name])
 
     @torch.no_grad()
     def current(self) -> Mapping[str, Tensor]:
@@ -114,14 +119,15 @@ class WeightAverage(StepHook):
     # --- `SavedPart`: the tensors are saved with those of the model -------------------------------
 
     def state(self) -> Any:
-        """The number of averaged steps; waits for the device."""
-        return int(self._updates)
+        """The number of averaged steps, and what they are; waits for the device."""
+        return {"steps": int(self._updates), "average": str(self._config)}
 
     def restore(self, state: Any) -> None:
-        """Restore the number of averaged steps; None: none."""
-        if state is not None and (type(state) is not int or state < 0):
-            raise ValueError(f"{PART} = {state!r:.80}: must be a number of steps")
-        self._updates.fill_(state or 0)
+        """Restore the number of averaged steps; None, or those of another average: none."""
+        steps, average = (0, "") if state is None else (state["steps"], state["average"])
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"{PART} = {steps!r:.80}: must be a number of steps")
+        self._updates.fill_(steps if average == str(self._config) else 0)
 
 
 def average_of(state: TrainState) -> WeightAverage | None:
