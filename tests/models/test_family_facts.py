@@ -15,6 +15,7 @@ from titanlite.kernels.documents import index_documents
 from titanlite.kernels.flash import window_mask
 from titanlite.models import FAMILIES
 from titanlite.models.decoder import build_caches
+from titanlite.optim import MatrixFacts
 from titanlite.parallelize.weight_init import init_weights
 from titanlite_planner.memory.model_parts import parts_of_shape
 from titanlite_planner.model_shape import count_active_parameters, shape_of
@@ -150,3 +151,11 @@ def test_the_planner_knows_every_parameter(family):
         counts += [(parts.dense_block, dense if shape.experts else 0)]
         elements = sum(n * sum(p.elements for p in part) for part, n in counts)
         assert elements == family.count_parameters(sizes), flavor
+
+
+def test_muon_does_not_orthogonalize_the_weights_of_a_convolution():
+    """Each row multiplies one channel: it is no matrix between hidden states."""
+    family = FAMILIES["qwen3_next"]
+    facts = MatrixFacts(family, family.flavors["debugmodel"])
+    assert not facts.is_hidden("layers.0.attention.convolve.weight", (512, 4))
+    assert facts.is_hidden("layers.0.attention.wqkvz.weight", (768, 256))
