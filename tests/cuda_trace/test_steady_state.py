@@ -196,3 +196,9 @@ def test_context_parallel_runs_the_configured_kernel(worker, backend):
         assert forward == f"{backend}_attention"
     assert backward == f"{forward}_backward"
     assert calls == backward_calls == 4  # tiles of the block: one with the keys of each rank
+
+
+def test_linear_attention_waits_for_nothing(worker):
+    model = "model.name=qwen3_next model.n_layers=4 model.n_experts=0"
+    settings = f"{model} parallelism.context_parallel_degree=2"
+    assert_host_runs_ahead(worker.trace(settings, ranks=2))
