@@ -22,7 +22,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.models.llama import TransformerBlock
 from titanlite.models.router import Router
 from titanlite.optim import clip
-from titanlite.parallelize import context, context_attention, pipeline
+from titanlite.parallelize import context, context_attention, context_delta, pipeline
 from titanlite.parallelize.context_tiles import SequenceShard
 from titanlite.parallelize.tensor_styles import ShardedVocabulary
 from titanlite.parallelize.tied import TiedCopy
@@ -125,7 +125,12 @@ def _reverse_blocks(original, model, names, path) -> None:
 
 FAULTS = {
     "replicas do not sum gradients": PlantedFault(
-        dist, "all_reduce", _skip_if_fsdp_calls, "qwen3", "replicate=2", "differs between ranks"
+        dist,
+        "all_reduce",
+        _skip_if_fsdp_calls,
+        "adaptive clipping",
+        "replicate=2",
+        "differs between ranks",
     ),
     "gradients are divided by the degree": PlantedFault(
         FSDPModule,
@@ -217,6 +222,14 @@ FAULTS = {
         lambda original, out, lse, sinks: (out, lse),
         "gpt_oss",
         "context=2,rotate=alltoall",
+        "gradients of step 0",
+    ),
+    "the state of linear attention crosses the end of a document": PlantedFault(
+        context_delta,
+        "starts_of_tiles",
+        lambda original, *args: torch.zeros_like(original(*args)),
+        "linear attention, documents",
+        "context=2,balancer=none",
         "gradients of step 0",
     ),
     "attention crosses the end of a document": PlantedFault(
