@@ -20,6 +20,7 @@ from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import load_config, raise_together
 from titanlite_planner.hardware import Cluster, parse_gpus
+from titanlite_planner.model_shape import shape_of
 from titanlite_planner.plan.layout_space import (
     DEGREES,
     MATMUL_CHOICES,
@@ -264,7 +265,8 @@ class _ArgumentReader:
                 JobConfig, [*argv, *arguments.overrides], MOVED, complete_table
             )
             base = resolve_compute_dtype(base, elsewhere=True)
-            FAMILIES[base.model.name].sizes_of(base.model)
+            spec = FAMILIES[base.model.name]
+            shape_of(spec, spec.sizes_of(base.model))  # raises for what the planner does not know
         except UserErrors as errors:
             self.problems += errors.problems
             return None
