@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -140,11 +140,7 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     small = [name for name in manifest.files if name in KEPT_FILES]
     check_hashes(last, manifest, small)
     names = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
-    for folder, of_folder in saved:
-        for name in names:
-            record = of_folder.tensors.get(f"{part}.{name}")
-            if record is None or record.shape != manifest.tensors[f"model.{name}"].shape:
-                raise CheckpointError(f"{folder}: {part}.{name} is missing or has another shape.")
+    _check_tensors(saved, part, names)
     shapes = {name: list(manifest.tensors[f"model.{name}"].shape) for name in sorted(names)}
 
     def load(name: str) -> Tensor:
@@ -174,6 +170,18 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     write_tensors(out, {"model": meta}, CollectiveSave(), commit, load=load)
     several = f"the mean of the weights of {len(saved)} checkpoints"
     return f"the average in {last}" if part == "average" else several
+
+
+def _check_tensors(
+    saved: Sequence[tuple[StorageFolder, CheckpointManifest]], part: str, names: Iterable[str]
+) -> None:
+    """Raise CheckpointError unless each checkpoint has all tensors, in the shapes of the last."""
+    model = saved[-1][1].tensors
+    for folder, manifest in saved:
+        for name in names:
+            record = manifest.tensors.get(f"{part}.{name}")
+            if record is None or record.shape != model[f"model.{name}"].shape:
+                raise CheckpointError(f"{folder}: {part}.{name} is missing or has another shape.")
 
 
 def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:

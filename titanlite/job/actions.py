@@ -14,7 +14,7 @@ from titanlite.metrics import Profiler
 from titanlite.parallelize.compile import describe_compilation
 from titanlite.training import periodic
 from titanlite.training.run import Run
-from titanlite.training.validation import ValidationResult, validate, validation_samples
+from titanlite.training.validation import validate, validation_samples
 from titanlite.training.weight_average import average_of
 
 
@@ -26,7 +26,7 @@ def add_periodic_actions(
 ) -> Run:
     """The run with its actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
-    average = average_of(state)
+    average, measure = average_of(state), partial(validate_sets, job, run, validation_sets)
 
     def set_timeouts(name: str) -> None:
         seconds = getattr(config.comm, name)
@@ -35,27 +35,15 @@ def add_periodic_actions(
 
     validated, began = False, state.step
 
-    def measure(data: ValidationSet, step: int) -> ValidationResult:
-        return validate(
-            run.engine,
-            data,
-            validation_samples(config.validation, data, job.global_batch),
-            config.validation.local_batch_size,
-            run.step_settings.mesh,
-            run.device,
-            partial(run.watchdog.set_phase, step),
-        )
-
     def validate_all(step: int) -> periodic.ValidationResults:
         nonlocal validated
         first, validated = not validated, True
         if first:  # compiles graphs of its own
             set_timeouts("init_timeout_seconds")
-        results = {("validation", data.name): measure(data, step) for data in validation_sets}
+        results = measure("validation", step)
         if average is not None and config.weight_average.validate:
             with average.in_use():
-                for data in validation_sets:
-                    results["validation_average", data.name] = measure(data, step)
+                results |= measure("validation_average", step)
         if first and step > began:  # else the first step, which compiles, is still to come
             set_timeouts("train_timeout_seconds")
         return results
@@ -81,3 +69,22 @@ def add_periodic_actions(
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
     )
     return dataclasses.replace(run, actions=(*run.actions, *actions))
+
+
+def validate_sets(
+    job: Job, run: Run, validation_sets: list[ValidationSet], event: str, step: int
+) -> periodic.ValidationResults:
+    """Measure each validation set with the present weights; `event` says which weights they are."""
+    config = job.config.validation
+    return {
+        (event, data.name): validate(
+            run.engine,
+            data,
+            validation_samples(config, data, job.global_batch),
+            config.local_batch_size,
+            run.step_settings.mesh,
+            run.device,
+            partial(run.watchdog.set_phase, step),
+        )
+        for data in validation_sets
+    }
