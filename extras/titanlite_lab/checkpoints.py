@@ -140,7 +140,7 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     small = [name for name in manifest.files if name in KEPT_FILES]
     check_hashes(last, manifest, small)
     names = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
-    _check_tensors(saved, part, names)
+    _check_averaged(saved, part, names)
     shapes = {name: list(manifest.tensors[f"model.{name}"].shape) for name in sorted(names)}
 
     def load(name: str) -> Tensor:
@@ -172,7 +172,7 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     return f"the average in {last}" if part == "average" else several
 
 
-def _check_tensors(
+def _check_averaged(
     saved: Sequence[tuple[StorageFolder, CheckpointManifest]], part: str, names: Iterable[str]
 ) -> None:
     """Raise CheckpointError unless each checkpoint has all tensors, in the shapes of the last."""
