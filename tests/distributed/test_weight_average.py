@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch import nn
 
+from conftest import ROOT
 from tests.checkpoint.saving import open_checkpointer
 from tests.distributed.oracle import (
     SGD,
@@ -109,6 +112,28 @@ def test_every_layout_has_the_average_of_a_plain_loop_also_resumed_under_another
         results = run_on_ranks(train, layout.degrees.ranks, layout, str(tmp_path), True)
         later, average = merge(results)
         assert_is_average(average, steps + later)
+
+
+def test_a_job_validates_the_average_and_averages_what_balances_its_experts(python, run_toml):
+    argv = ["--job.config_file", str(run_toml), "--model.name", "deepseek_v3"]
+    argv += ["--model.flavor", "tiny", "--model.expert_hidden_dim", "16", "--training.steps", "1"]
+    argv += ["--weight_average.decay", "0.9", "--weight_average.validate", "true"]
+    argv += ["--checkpoint.enable", "true", "--lr_scheduler.warmup_steps", "0"]
+    text = run_toml.read_text("utf-8").replace("n_kv_heads = 2\n", "")  # it has none
+    run_toml.write_text(text, "utf-8")
+    subprocess.run([python, "train.py", *argv], check=True, cwd=ROOT, capture_output=True)
+    out = run_toml.parent / "out"
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+    of_average, of_weights = (
+        [event["loss"] for event in events if event.get("event") == name]
+        for name in ("validation_average", "validation")
+    )
+    assert of_average == of_weights and len(of_weights) == 1  # the average of one step
+    checkpoint, bias = StorageFolder(out / "checkpoint/step-1"), "layers.1.moe.router.expert_bias"
+    average, weight = torch.empty(8), torch.empty(8)
+    state = {"average": {bias: average}, "model": {bias: weight}}
+    read_tensors(checkpoint, state, no_dist=True)
+    assert weight.any() and torch.equal(average, weight)
 
 
 def result_of(accept: bool | None) -> StepResult:

@@ -47,7 +47,7 @@ class FailingSave:
 def abandoned_after_step_2(checkpointer: FailingSave) -> _Loop:
     """A loop whose step 3 is abandoned; the last step that it knows was undone by the guard."""
     state = SimpleNamespace(
-        step=2, model=nn.Linear(1, 1), optimizer=SimpleNamespace(zero_grad=lambda: None)
+        step=2, model=nn.Linear(1, 1), optimizer=SimpleNamespace(zero_grad=lambda: None), parts={}
     )
     state.progress = dict
     sinks = MetricSinks()
