@@ -124,7 +124,9 @@ NAMES = {
     "layers.*.moe.experts.b2": "model.layers.*.mlp.experts.down_proj_bias",
 }
 PARTS = {
-    f"layers.*.moe.experts.{kind}{number}": ExpertPart(False, index, count, kind == "b")
+    f"layers.*.moe.experts.{kind}{number}": ExpertPart(
+        index=index, count=count, is_bias=kind == "b"
+    )
     for kind in "wb"
     for number, index, count in ((1, 0, 2), (2, 0, 1), (3, 1, 2))
 }
