@@ -21,12 +21,12 @@ from titanlite.data.open_tokenizer import (
 from titanlite.data.tokenizer import BYTES
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec
+from titanlite.models.sizes import MAX_LAYERS
 from titanlite.settings import build_dataclass, describe_type
 from titanlite.storage import StorageFolder
 
 T = TypeVar("T")
 
-MAX_LAYERS = 1_000  # each takes memory before any of its weights is read
 MAX_PARAMETERS = 1 << 50
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
@@ -36,9 +38,14 @@ class AttentionSinks(nn.Module):
     def __init__(self, n_heads: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(n_heads))
+        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
+        """Return `local(weight)`, the sinks of the heads that this process has."""
+        self._local = local
 
     def forward(self) -> Tensor:
-        return self.weight
+        return self._local(self.weight)
 
 
 class CausalAttention(nn.Module):

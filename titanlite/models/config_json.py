@@ -14,12 +14,11 @@ from torch import Tensor
 
 from titanlite.errors import CheckpointError
 from titanlite.models.rope import yarn_factor
-from titanlite.models.sizes import SizesT, is_every
+from titanlite.models.sizes import MAX_LAYERS, SizesT, is_every
 from titanlite.settings import type_hints
 from titanlite.settings.values import ValueRefused, convert
 
 EXPERT_INDEX = "{expert}"  # in Hugging Face's names
-MAX_BLOCKS = 1_000  # of a list in config.json that is searched for an interval
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ class HuggingFaceMapping(Generic[SizesT]):
         value, entries = stated[key], self.intervals[key]
         if not isinstance(value, list):
             return [value]  # no interval: a number would be mistaken for one
-        if 0 < len(value) <= MAX_BLOCKS and len(value) == stated.get(self.keys["n_layers"]):
+        if 0 < len(value) <= MAX_LAYERS and len(value) == stated.get(self.keys["n_layers"]):
             for interval in (self.defaults.get(key, 0), *range(len(value) + 1)):
                 if value == _list_of(interval, len(value), entries):
                     return interval

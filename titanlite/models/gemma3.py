@@ -39,7 +39,7 @@ class Gemma3Sizes(LlamaSizes):
     vocab_size: size.VocabSize = 262_144
     head_dim: Annotated[int, Range(1), "elements per head"] = 256
     score_dim: Annotated[int, Range(1), "attention scores are divided by the root of it"] = 256
-    window: Annotated[int, Range(1), "tokens that a token attends to, itself too"] = 1024
+    window: size.OwnWindow = 1024
     full_attention_every: size.FullAttentionEvery = 6
     local_rope_theta: Annotated[float, Range(1), "base of RoPE in blocks with a window"] = 10_000.0
     rope_scaling_factor: Annotated[

@@ -34,7 +34,7 @@ class GptOssSizes(MixtralSizes):
     head_dim: Annotated[int, Range(1), "elements per head"] = 64
     rope_theta: size.RopeTheta = 150_000.0
     rope_scaling_factor: Annotated[float, Range(1), "of RoPE frequencies (YaRN); 1: none"] = 32.0
-    window: Annotated[int, Range(1), "tokens that a token attends to, itself too"] = 128
+    window: size.OwnWindow = 128
     full_attention_every: size.FullAttentionEvery = 2
 
     qkv_bias = True

@@ -31,7 +31,7 @@ class Olmo3Sizes(Olmo2Sizes):
 
     _: KW_ONLY
     vocab_size: size.VocabSize = 100_278
-    window: Annotated[int, Range(1), "tokens that a token attends to, itself too"] = 4096
+    window: size.OwnWindow = 4096
     full_attention_every: size.FullAttentionEvery = 4
     rope_scaling_factor: Annotated[
         float, Range(1), "of YaRN in blocks without a window; 1: none"

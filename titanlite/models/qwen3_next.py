@@ -267,8 +267,8 @@ TP_PLAN = {
     **LLAMA3.tp_plan,
     "layers.*.attention.wqkvz": "colwise",
     "layers.*.attention.wba": "colwise",
-    "layers.*.attention.convolve": "own_heads",
-    "layers.*.attention.decay": "own_heads",
+    "layers.*.attention.convolve": "own_channels",
+    "layers.*.attention.decay": "per_head",
     "layers.*.attention.out_norm": "heads",
     "layers.*.attention.w_out": "rowwise",
 }

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 from titanlite.settings import Range
 
 Dim = Annotated[int, Range(1), "width of the residual stream"]
-Layers = Annotated[int, Range(1, 1_000), "transformer blocks"]
+MAX_LAYERS = 1_000  # each takes memory before any weight is read, also of a stranger's file
+Layers = Annotated[int, Range(1, MAX_LAYERS), "transformer blocks"]
 Heads = Annotated[int, Range(1), "query heads per block"]
 KeyValueHeads = Annotated[int, Range(1), "key-value heads per block; must divide n_heads"]
 HeadDim = Annotated[int, Range(0), "elements per head; 0: dim / n_heads"]
@@ -25,6 +26,7 @@ Experts = Annotated[int, Range(1), "routed experts per block"]
 ActiveExperts = Annotated[int, Range(1), "routed experts that compute a token"]
 ExpertHiddenDim = Annotated[int, Range(1), "width of the hidden layer of one expert"]
 Window = Annotated[int, Range(0), "tokens that a token attends to, itself too; 0: all"]
+OwnWindow = Annotated[int, Range(1), "tokens that a token attends to, itself too"]
 FullAttentionEvery = Annotated[
     int, Range(0), "every n-th block attends to all tokens, the others to model.window; 0: none"
 ]

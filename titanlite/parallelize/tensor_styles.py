@@ -31,6 +31,7 @@ from titanlite.distributed.collectives import (
     all_reduce_sum,
     local_shard,
 )
+from titanlite.kernels.attention import AttentionSinks
 from titanlite.kernels.delta_rule import DecayGate, ShortConvolution
 from titanlite.models import OutputLayer, Vocabulary
 from titanlite.models.decoder import PositionEmbedding, ZeroCentredNorm, look_up
@@ -180,18 +181,13 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
 
 
 class PerHead(ParallelStyle):
-    """A module without inputs that returns its weight [H]; a rank has those of its query heads."""
+    """A module with parameters [H], an element for each head; a rank has those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, AttentionSinks | DecayGate)
         distribute_parameters(module, device_mesh, Shard(0))
-        replace_forward(module, _own_heads)
+        module.use_local(local_shard)
         return module
-
-
-def _own_heads(module: nn.Module) -> Tensor:
-    weight = module.get_parameter("weight")
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
 
 
 class KeyValueColwise(ParallelStyle):
@@ -243,21 +239,17 @@ class SharedByHeads(ParallelStyle):
         return module
 
 
-class OwnHeads(ParallelStyle):
-    """A module with parameters for each head or channel, of which a rank uses those of its heads.
+class OwnChannels(ParallelStyle):
+    """A depthwise convolution, of which a rank uses the channels of its heads.
 
-    The elements of heads are sharded. The channels of a convolution are those of queries, keys and
-    values side by side, so a rank's are not consecutive; its weight, which is small, is replicated.
+    They are those of queries, keys and values side by side, so a rank's are not consecutive. The
+    weight, which is small, is replicated.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, ShortConvolution):
-            distribute_parameters(module, device_mesh, Replicate())
-            module.use_local(_own_channels(module.parts, device_mesh))
-        else:
-            assert isinstance(module, DecayGate)
-            distribute_parameters(module, device_mesh, Shard(0))
-            module.use_local(local_shard)
+        assert isinstance(module, ShortConvolution)
+        distribute_parameters(module, device_mesh, Replicate())
+        module.use_local(_own_channels(module.parts, device_mesh))
         return module
 
 

@@ -28,7 +28,7 @@ class WeightAverageConfig:
     decay: Annotated[float, Range(0, 1)] = 0.0
     # of an exponential moving average, per averaged step; 1: the mean of all of them; 0: no average
     start_step: NotNegative = 0  # average the weights after later steps
-    freq: Positive = 1  # average every so many steps
+    freq: Positive = 1  # steps between two averaged ones
     validate: bool = False  # each validation measures the average, too
     offload: bool = False  # keep it in host memory; each update waits for the device
 
@@ -118,16 +118,21 @@ class WeightAverage(StepHook):
 
     # --- `SavedPart`: the tensors are saved with those of the model -------------------------------
 
+    @property
+    def _kind(self) -> list[float]:
+        """What decides which steps count how much."""
+        return [self._config.decay, self._config.start_step, self._config.freq]
+
     def state(self) -> Any:
         """The number of averaged steps, and what they are; waits for the device."""
-        return {"steps": int(self._updates), "average": str(self._config)}
+        return {"steps": int(self._updates), "kind": self._kind}
 
     def restore(self, state: Any) -> None:
         """Restore the number of averaged steps; None, or those of another average: none."""
-        steps, average = (0, "") if state is None else (state["steps"], state["average"])
+        steps, kind = (0, None) if state is None else (state["steps"], state["kind"])
         if type(steps) is not int or steps < 0:
             raise ValueError(f"{PART} = {steps!r:.80}: must be a number of steps")
-        self._updates.fill_(steps if average == str(self._config) else 0)
+        self._updates.fill_(steps if kind == self._kind else 0)
 
 
 def average_of(state: TrainState) -> WeightAverage | None:
