@@ -23,9 +23,7 @@ bind_gloo_to_loopback(1)  # all ranks of tests run on this machine, and inherit 
 def pytest_addoption(parser) -> None:
     parser.addoption("--layouts", type=int, default=1, help="number of random layouts per kind")
     parser.addoption("--layout-seed", type=int, default=1, help="seed of the random layouts")
-    parser.addoption(
-        "--expert-layouts", action="store_true", help="random layouts with expert parallel only"
-    )
+    parser.addoption("--layout-family", default="", help="family of the random layouts")
     parser.addoption(
         "--planted", action="store_true", help="plant all faults that the oracle must find"
     )
