@@ -442,6 +442,13 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--model.converters", "mx"], 1, '(mx): must be "quantize.linear.float8".'),
         (["--optimizer.offload", "true"], 1, "so the optimizer state is in host memory already"),
         (["--optimizer.name", "AdamX"], 1, 'Did you mean "Adam"?'),
+        (
+            ["--model.name=glm4_moe", "--model.mtp_layers=3", "--training.seq_len=3"],
+            1,
+            "model.mtp_layers = 3: training.seq_len = 3 has no token so far ahead. Use at most 2",
+        ),
+        (["--model.name=qwen3_next", "--model.mtp_layers=2"], 1, "at least 0 and at most 1"),
+        (["--model.mtp_layers=1"], 1, "Those with mtp_layers: qwen3_next"),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -716,6 +723,7 @@ def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):
         ("ZBVZeroBubble", ["--compile.enable", "true"], "blocks are compiled"),
         ("ZBVZeroBubble", ["--activation_checkpoint.mode", "full"], "blocks are recomputed"),
         ("ZBVZeroBubble", [], None),
+        ("ZBVZeroBubble", ["--model.name=glm4_moe", "--model.mtp_layers=1"], "further tokens"),
         ("Interleaved1F1B", ["--activation_checkpoint.mode", "full"], None),
     ],
 )

@@ -37,7 +37,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("models/qwen3_next.py", "kernels/delta_rule.py", "parallelize/context_delta.py"),
     *("models/qwen2.py", "models/qwen3.py", "models/qwen3_moe.py", "models/smollm3.py"),
     *("models/config_json.py", "models/gpt_oss.py", "checkpoint/mxfp4.py"),
-    *("models/load_balancing.py", "models/moe.py", "models/router.py"),
+    *("models/load_balancing.py", "models/moe.py", "models/mtp.py", "models/router.py"),
     *("kernels/documents.py", "kernels/flash.py", "kernels/grouped.py"),
     *("parallelize/context.py", "parallelize/context_attention.py"),
     *("parallelize/context_tiles.py", "parallelize/kv_exchange.py", "parallelize/expert.py"),

@@ -17,6 +17,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.delta_rule import DeltaRule
 from titanlite.models import ExpertSizes, MixtureOfExperts, ModelSizes, ModelSpec
+from titanlite.models.sizes import prediction_layers
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class ModelShape:
 
 def shape_of(spec: ModelSpec[Any], sizes: ModelSizes) -> ModelShape:
     """The shape of a model of a family, read from its modules on the meta device."""
+    if layers := prediction_layers(sizes):
+        raise ConfigError(
+            f"model.mtp_layers = {layers}: the planner does not know multi-token prediction: it"
+            " cannot estimate the memory or the time of this model.",
+            fix="Set model.mtp_layers = 0 to plan without it, or start a short job, which logs"
+            " both.",
+        )
     facts = _read_modules(spec.build, spec.blocks_path, spec.experts(sizes), sizes)  # type: ignore[arg-type]
     return replace(facts, name=spec.name, tied_embeddings=bool(spec.tied_parameters(sizes)))
 

@@ -12,6 +12,7 @@ import torch
 from tests.checkpoint.test_huggingface import load_into_layout
 from tests.distributed.oracle import ADAMW, Layout
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.recipes import recipe_of
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.saved_model import (
@@ -315,6 +316,51 @@ def test_ranks_read_their_shards_of_joined_and_transposed_tensors(tmp_path, layo
         _, source = load(tmp_path / name)
         recipe = replace(ADAMW, batch=12, seq_len=24, sizes=source.sizes)
         run_on_ranks(load_into_layout, 4, layout, recipe, [str(tmp_path / name)])
+
+
+PREDICTION_NAMES = {  # family -> what the names of the published tensors begin with, and some
+    "deepseek_v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "glm4_moe": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+}
+
+
+@pytest.mark.parametrize("case", PREDICTION_NAMES)
+def test_multi_token_prediction_is_exported_and_read_again_bit_by_bit(tmp_path, case, caplog):
+    from safetensors.torch import load_file, save_file
+
+    family, (prefix, own) = family_of(case), PREDICTION_NAMES[case]
+    sizes = replace(recipe_of(case).sizes, vocab_size=61, mtp_layers=1)
+    model = family.build(sizes)
+    for tensor in model.state_dict().values():
+        torch.nn.init.normal_(tensor)
+    export(tmp_path, family, model)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    block = prefix if prefix != "mtp." else "mtp.layers.0."
+    names = {name for name in stored if name.startswith(prefix)}
+    assert names >= {f"{prefix}{name}.weight" for name in own} | {
+        f"{block}{name}"
+        for name in ("input_layernorm.weight", "self_attn.o_proj.weight", "mlp.gate.weight")
+    }
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    for name, original in copies.items() if prefix != "mtp." else ():
+        assert torch.equal(stored[f"{prefix}{name}.weight"], stored[f"{original}.weight"])
+    source = open_hugging_face(StorageFolder(tmp_path), mtp_layers=1)
+    assert source.sizes == sizes
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(source.read(name), tensor), name
+    with caplog.at_level("INFO"):
+        without, source = load(tmp_path)
+    assert f"{len(names)} tensors of multi-token prediction are left out" in caplog.text
+    assert without.sizes.mtp_layers == 0 and torch.equal(without(TOKENS), model(TOKENS))
+    if prefix != "mtp.":  # trained apart
+        save_file({**stored, f"{prefix}embed_tokens.weight": torch.ones(61, 32)}, file)
+        with pytest.raises(CheckpointError, match=r"differs from .*, but multi-token .* shares"):
+            open_hugging_face(StorageFolder(tmp_path), mtp_layers=1)
+    save_file({name: tensor for name, tensor in stored.items() if name not in names}, file)
+    with pytest.raises(CheckpointError, match="has 0 blocks for multi-token prediction"):
+        open_hugging_face(StorageFolder(tmp_path), mtp_layers=1)
 
 
 @pytest.mark.parametrize("case", ["gpt2"])

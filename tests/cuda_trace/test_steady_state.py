@@ -198,7 +198,7 @@ def test_context_parallel_runs_the_configured_kernel(worker, backend):
     assert calls == backward_calls == 4  # tiles of the block: one with the keys of each rank
 
 
-def test_linear_attention_waits_for_nothing(worker):
-    model = "model.name=qwen3_next model.n_layers=4 model.n_experts=0"
+def test_linear_attention_and_the_prediction_of_further_tokens_wait_for_nothing(worker):
+    model = "model.name=qwen3_next model.n_layers=4 model.n_experts=0 model.mtp_layers=1"
     settings = f"{model} parallelism.context_parallel_degree=2"
     assert_host_runs_ahead(worker.trace(settings, ranks=2))

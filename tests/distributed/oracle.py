@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -22,6 +23,7 @@ from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
+from titanlite.models.rope import rope_cos_sin
 from titanlite.models.router import NO_BALANCING, LoadBalancing
 from titanlite.optim import (
     LossScale,
@@ -231,6 +233,7 @@ class Record:
     z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
+    depths: list[list[float]] = field(default_factory=list)  # of multi-token prediction
     loads: list[list[float]] = field(default_factory=list)  # of experts, as `LoadStatistics`
     # Gradients of each step and weights after the last one: tensors, or their `shard_and_offset`.
     gradients: list[dict[str, Any]] = field(default_factory=list)
@@ -315,11 +318,19 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
+        states: list[Tensor] = []  # of the last norm
+        hook = model.norm.register_forward_hook(
+            lambda _, __, out, states=states: states.append(out)
+        )
         logits = reference_logits(model, inputs, recipe, labels)
+        hook.remove()
+        hidden = torch.cat([state.flatten(0, 1) for state in states]).view(*inputs.shape, -1)
+        further, means = reference_depths(model, hidden, inputs, labels, recipe)
+        record.depths.append(means)
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
-        (loss + z_loss + balancing.loss()).backward()
+        (loss + z_loss + balancing.loss() + further).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         record.losses.append(loss.item())
@@ -367,6 +378,44 @@ def reference_logits(model, inputs: Tensor, recipe: Recipe, labels: Tensor | Non
         documents = row.tensor_split(ends)
         rows.append(torch.cat([model(tokens[None])[0] for tokens in documents if len(tokens)]))
     return torch.stack(rows)
+
+
+MTP_WEIGHT = LossConfig().mtp_weight
+
+
+def reference_depths(
+    model, hidden: Tensor, inputs: Tensor, labels: Tensor, recipe: Recipe
+) -> tuple[Tensor | float, list[float]]:
+    """(weighted loss of multi-token prediction, mean loss of each depth), as in the paper.
+
+    Of the output [B, T, D] of the last norm; one document after the other.
+    """
+    sizes, tokens = recipe.sizes, inputs.shape[1]
+    depths = getattr(sizes, "mtp_layers", 0)
+    totals, counts = [0.0] * depths, [0] * depths
+    for row in range(len(inputs) * (depths > 0)):
+        ends = inputs[row] == DOCUMENT_END if recipe.documents else torch.zeros(tokens).bool()
+        edges = sorted({0, *(ends.nonzero().flatten() + 1).tolist(), tokens})
+        for first, last in itertools.pairwise(edges):
+            x = hidden[row, first:last]
+            places = torch.arange(first, last)
+            for depth in range(1, depths + 1):
+                at = places + depth
+                inside = at + 1 < last if ends[last - 1] else at < last
+                ids = torch.where(at < tokens, inputs[row, at.clamp(max=tokens - 1)], 0)
+                wanted = torch.where(inside, labels[row, at.clamp(max=tokens - 1)], IGNORE_INDEX)
+                wanted = wanted.where(wanted >= 0, IGNORE_INDEX)
+                number = sizes.n_layers + depth - 1
+                block, rotary = model.layers[str(number)], model.rotary[str(number)]
+                embedded = block.embedding_norm(model.tok_embeddings.weight[ids])
+                joined = torch.cat([embedded, block.hidden_norm(x)], -1) @ block.proj.weight.T
+                x = block.block(joined[None], rope_cos_sin(places - first, *rotary))[0]
+                logits = block.norm(x) @ model.output.weight.T
+                losses = F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+                totals[depth - 1] = totals[depth - 1] + losses
+                counts[depth - 1] += (wanted >= 0).sum().item()
+    means = [(total / count).item() for total, count in zip(totals, counts, strict=True)]
+    return MTP_WEIGHT * sum(totals) / max(depths, 1) / (labels >= 0).sum(), means
 
 
 @torch.no_grad()
@@ -485,6 +534,7 @@ def run_until(
         record.losses.append(result.loss.item())
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
+        record.depths.append([] if result.mtp_losses is None else result.mtp_losses.tolist())
         if load := state.parts.get("expert_load"):
             record.loads.append(list(load.statistics(result.tokens)))
         if state.step in VALIDATION_STEPS:
@@ -516,8 +566,8 @@ def merge_ranks(records: list[Record]) -> Record:
     """Merge the records of all ranks; what several ranks have must be equal on all of them."""
     first = records[0]
     for r in records:
-        same = (r.losses, r.z_losses, r.norms, r.validations, r.loads)
-        own = (first.losses, first.z_losses, first.norms, first.validations, first.loads)
+        names = ("losses", "z_losses", "norms", "validations", "depths", "loads")
+        same, own = ([getattr(each, name) for name in names] for each in (r, first))
         assert same == own, f"losses, norms or loads differ between ranks: {own}, {same}"
     gradients = [merge_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
     weights = merge_parts([r.weights for r in records])
@@ -564,12 +614,10 @@ def worst_error(actual: Record, expected: Record, tensors: bool) -> dict[str, fl
         "z-loss": _worst(zip(actual.z_losses, expected.z_losses, strict=True)),
         "norm": _worst(zip(actual.norms, expected.norms, strict=True)),
         "validation": _worst(zip(actual.validations, expected.validations, strict=True)),
-        "loads": _worst(
-            pair
-            for rows in zip(actual.loads, expected.loads, strict=True)
-            for pair in zip(*rows, strict=True)
-        ),
     }
+    for name in ("depths", "loads"):
+        rows = zip(getattr(actual, name), getattr(expected, name), strict=True)
+        errors[name] = _worst(pair for row in rows for pair in zip(*row, strict=True))
     if tensors:
         for step, (a, b) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
             assert a.keys() == b.keys()

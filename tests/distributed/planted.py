@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.oracle import Layout, Recipe, Record, run_layout
 from titanlite.distributed.mesh import Mesh
+from titanlite.models import loss
 from titanlite.models.llama import TransformerBlock
 from titanlite.models.router import Router
 from titanlite.optim import clip
@@ -91,6 +92,11 @@ def _double_on_rank_1(original, *args, **options):
 def _forget_copy(original, copy) -> None:
     if copy.copy is not None:
         copy.copy.grad = None
+
+
+def _divide_depth(original, x, weight, labels, output, with_grad, factor):
+    factor = factor and 60 * factor / (labels >= 0).sum().clamp(min=1).item()
+    return original(x, weight, labels, output, with_grad, factor)
 
 
 def _without_effect(original, block, x, *args):
@@ -190,6 +196,32 @@ FAULTS = {
         _forget_copy,
         "tied embeddings",
         "pipeline=2,microbatch=9",
+        "gradients of step 0",
+    ),
+    "multi-token prediction is off by a token": PlantedFault(
+        TokenSelector,
+        "look_ahead",
+        lambda original, tokens, batch: original(
+            tokens, replace(batch, labels=batch.labels.roll(-1, 1))
+        ),
+        "further tokens",
+        "shard=2,expert=2,accumulate=3",
+        "depths",
+    ),
+    "a depth is divided by the labels of its micro-batch": PlantedFault(
+        loss,
+        "_chunk_loss",
+        _divide_depth,
+        "further tokens",
+        "shard=2,expert=2,accumulate=3",
+        "gradients of step 0",
+    ),
+    "the gradient of the copied embedding is dropped": PlantedFault(
+        TiedCopy,
+        "reduce_gradient",
+        _forget_copy,
+        "further tokens",
+        "pipeline=2,microbatch=3",
         "gradients of step 0",
     ),
     "the blocks of a stage run in reverse": PlantedFault(

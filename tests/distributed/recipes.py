@@ -37,6 +37,7 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
         "linear_value_heads": 6,
         "linear_key_dim": 8,
         "linear_value_dim": 7,
+        "mtp_layers": 1,
     },
     "deepseek_v3": {
         **SMALL,
@@ -64,6 +65,12 @@ def recipe_of(family: str, **changes) -> Recipe:
 
 NO_EXPERTS = recipe_of("qwen3_next", steps=1)
 NO_EXPERTS = replace(NO_EXPERTS, sizes=replace(NO_EXPERTS.sizes, n_experts=0))
+
+# DeepSeek-V3 that predicts two further tokens
+FURTHER_TOKENS = recipe_of(
+    "deepseek_v3", documents=True, balancing=LoadBalancing(0.1, 0.1, bias_update_rate=0.02)
+)
+FURTHER_TOKENS = replace(FURTHER_TOKENS, sizes=replace(FURTHER_TOKENS.sizes, mtp_layers=2))
 
 MOE_EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
 MOE_SIZES = MoESizes(

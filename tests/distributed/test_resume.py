@@ -25,7 +25,7 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.recipes import MOE_SIZES
+from tests.distributed.recipes import FURTHER_TOKENS
 from titanlite.checkpoint.manifest import read_checkpoint_manifest
 from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.errors import CheckpointError
@@ -34,7 +34,7 @@ from titanlite.storage import StorageFolder
 
 DENSE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 TIED = with_tied_embeddings(DENSE)
-EXPERTS = replace(ADAMW, sizes=replace(MOE_SIZES, n_layers=2), batch=8, seq_len=12)
+EXPERTS = replace(ADAMW, sizes=replace(FURTHER_TOKENS.sizes, mtp_layers=1), batch=8, seq_len=12)
 RUNS = {  # name -> (recipe, layouts, more of them with `--layouts 2`)
     "dense": (  # 509 rows over 3 ranks
         DENSE,

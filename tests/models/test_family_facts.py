@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from titanlite.optim import MatrixFacts
 from titanlite.parallelize.weight_init import init_weights
 from titanlite_planner.memory.model_parts import parts_of_shape
 from titanlite_planner.model_shape import count_active_parameters, shape_of
+
+
+def smallest(family):
+    """The first flavor, made for tests."""
+    return next(iter(family.flavors.values()))
+
 
 PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or in its paper
     # https://huggingface.co/Qwen/Qwen3-0.6B and so on: rounded as there
@@ -43,9 +50,13 @@ PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or
 }
 
 
-def smallest(family):
-    """The first flavor, made for tests."""
-    return next(iter(family.flavors.values()))
+PREDICTING = [f for f in FAMILIES.values() if "mtp_layers" in smallest(f).__dataclass_fields__]
+
+
+def with_all_parts(family):
+    """The first flavor, with multi-token prediction if the family has it."""
+    sizes = smallest(family)
+    return replace(sizes, mtp_layers=1) if family in PREDICTING else sizes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -60,6 +71,25 @@ def test_count_parameters_matches_the_module_and_the_published_sizes(name):
             billions = family.count_parameters(sizes) / 1e9
             digits = len(str(published).partition(".")[2])
             assert round(billions, digits) == published, (flavor, billions)
+
+
+@pytest.mark.parametrize("family", PREDICTING, ids=lambda f: f.name)
+def test_multi_token_prediction_counts_as_a_block_with_a_projection_and_an_output(family):
+    *_, sizes = family.flavors.values()
+    assert not any(flavor.mtp_layers for flavor in family.flavors.values())
+    further, deeper = replace(sizes, mtp_layers=1), replace(sizes, n_layers=sizes.n_layers + 1)
+    if family.name == "qwen3_next":  # whose last block is not of the same kind
+        sizes, deeper = (replace(s, full_attention_every=1) for s in (sizes, deeper))
+        further = replace(further, full_attention_every=1)
+    joined = 2 * sizes.dim**2
+    vectors = 3 * sizes.dim  # norms of both inputs and of the output
+    count, flops = family.count_parameters, partial(family.flops_per_token, seq_len=4096)
+    assert count(further) == count(deeper) + joined + vectors
+    assert flops(further) == pytest.approx(
+        flops(deeper) + 6 * (joined + sizes.vocab_size * sizes.dim)
+    )
+    costs = sum(family.module_flops(further, 4096).values())
+    assert costs == pytest.approx(flops(further), rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +112,7 @@ def test_active_parameters_are_the_published_ones(name, flavor, billions):
 def test_every_module_with_parameters_has_a_role_and_a_hugging_face_name(name):
     family = FAMILIES[name]
     with torch.device("meta"):
-        model = family.build(smallest(family))
+        model = family.build(with_all_parts(family))
     names = [name for name, _ in model.named_parameters()]
     # experts are sharded by their own rules
     for leaf in {name.rpartition(".")[0] for name in names if ".moe." not in name}:
@@ -99,6 +129,7 @@ def test_generation_with_a_cache_gives_the_same_logits(name):
     changes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 61}
     changes |= {"window": 5, "full_attention_every": 2, "no_rope_every": 2}
     changes |= {"n_kv_heads": 2}
+    changes |= {"mtp_layers": 1}  # which generation does not compute
     known = {field.name for field in fields(smallest(family))}
     changes = {name: value for name, value in changes.items() if name in known}
     model = family.build(replace(smallest(family), **changes)).eval()

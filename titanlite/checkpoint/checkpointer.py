@@ -395,8 +395,9 @@ class Checkpointer:
     def _load_hugging_face(
         self, folder: StorageFolder, model: nn.Module, required: dict[str, Any]
     ) -> None:
+        mtp_layers = (required.get("model") or {}).get("mtp_layers", 0)
         source, published_files = run_on_all_ranks(
-            lambda: (open_hugging_face(folder), read_published_facts(folder))
+            lambda: (open_hugging_face(folder, mtp_layers), read_published_facts(folder))
         )
         self.files |= published_files
         saved = {"model": dataclasses.asdict(source.sizes)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -127,8 +127,11 @@ class HuggingFaceFolder:
                     yield values.clone(memory_format=torch.contiguous_format)
 
 
-def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
-    """Check a folder of config.json and safetensors; raises CheckpointError with all problems."""
+def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFaceFolder:
+    """Check a folder of config.json and safetensors; raises CheckpointError with all problems.
+
+    `mtp_layers`: blocks for multi-token prediction to read; others that it has are left out.
+    """
     if not folder.local:
         raise CheckpointError(
             f"{folder}: Hugging Face folders are read from local disks only.",
@@ -136,8 +139,10 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
         )
     spec, sizes = read_model_config(folder)
     locations = _locate_tensors(folder)
+    sizes = _sizes_with_prediction(folder, spec, sizes, mtp_layers, locations)
     check_model_size(folder, spec, sizes, len(locations))
-    shapes = parameter_shapes(spec, sizes)
+    shapes, copies = parameter_shapes(spec, sizes), dict(spec.stored_copies(sizes))
+    shapes |= {name: shapes[original] for name, original in copies.items()}
     mapping = spec.hugging_face
     if mapping.reads_mxfp4:
         locations = _join_blocks_and_scales(folder, locations)
@@ -148,7 +153,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
             name: {stored.removeprefix(prefix): shape for stored, shape in shapes_stored.items()}
             for name, shapes_stored in stored_as.items()
         }
-    for name, original in spec.tied_parameters(sizes):
+    tied = [*spec.tied_parameters(sizes), *copies.items()]
+    for name, original in tied:
         if not stored_as[name].keys() & locations.keys():
             stored_as[name] = stored_as[original]
     expected = {name: shape for stored in stored_as.values() for name, shape in stored.items()}
@@ -163,17 +169,45 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
         for name, shapes_stored in stored_as.items()
     }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
-    for name, original in spec.tied_parameters(sizes):
-        both_stored = tensors[name] != tensors[original]
-        if both_stored and not torch.equal(
-            source.read(name).float(), source.read(original).float()
-        ):
-            raise CheckpointError(
-                f"{folder}: {next(iter(stored_as[name]))} differs from"
-                f" {next(iter(stored_as[original]))}, but {CONFIG_FILE} ties them.",
-                fix=f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}.",
-            )
+    for pair in tied:
+        _check_pair_is_equal(source, *pair, copied=pair[0] in copies)
+    for name in copies:
+        del tensors[name]
     return source
+
+
+def _sizes_with_prediction(
+    folder: StorageFolder,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    mtp_layers: int,
+    stored: Iterable[str],
+) -> ModelSizes:
+    """The sizes with `mtp_layers` blocks for multi-token prediction, if the folder has as many."""
+    found = len(spec.hugging_face.prediction_prefixes(stored))
+    if mtp_layers > found:
+        raise CheckpointError(
+            f"{folder}: has {found} blocks for multi-token prediction, and the job has"
+            f" model.mtp_layers = {mtp_layers}; blocks cannot be added to a trained model.",
+            fix=f"Set model.mtp_layers = {found}.",
+        )
+    changes: dict[str, Any] = {"mtp_layers": mtp_layers} if mtp_layers else {}
+    return replace(sizes, **changes)  # type: ignore[type-var]  # a dataclass
+
+
+def _check_pair_is_equal(source: HuggingFaceFolder, name: str, original: str, copied: bool) -> None:
+    """Raise CheckpointError if two tensors of a folder differ that are one parameter; `copied`: of
+    multi-token prediction."""
+    one, other = source.tensors[name], source.tensors[original]
+    if one == other or torch.equal(source.read(name).float(), source.read(original).float()):
+        return
+    why = "multi-token prediction shares" if copied else f"{CONFIG_FILE} ties"
+    fix = f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}."
+    raise CheckpointError(
+        f"{source.folder}: {one.locations[0].name} differs from {other.locations[0].name}, but"
+        f" {why} them.",
+        fix="Set model.mtp_layers = 0, which does not read the first." if copied else fix,
+    )
 
 
 def read_model_config(
@@ -313,7 +347,17 @@ def _check_tensors_match(
 ) -> None:
     """Raise CheckpointError with every difference between stored and expected tensors."""
     stored = {name: locations[name] for name in expected if name in locations}
-    derived = spec.hugging_face.derived
+    prefixes = spec.hugging_face.prediction_prefixes(locations)
+    prefixes = tuple(p for p in prefixes if not any(name.startswith(p) for name in expected))
+    if left := sum(name.startswith(prefixes) for name in locations):
+        logger.info(
+            "%s: %d tensors of multi-token prediction are left out; model.mtp_layers = %d reads"
+            " them.",
+            folder,
+            left,
+            len(prefixes),
+        )
+    derived = [*spec.hugging_face.derived, *(f"{prefix}*" for prefix in prefixes)]
     names_by_problem = {
         "tensors are missing": [name for name in expected if name not in locations],
         "tensors are not part of the model": [

@@ -72,8 +72,7 @@ def write_hugging_face(
         raise CheckpointError(
             f"{folder}: already exists and is not empty.", fix="Remove it, or give another folder."
         )
-    tied = dict(spec.tied_parameters(sizes))
-    shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
+    shapes, copies = _shapes_to_write(spec, sizes)
     stored, buffers = _names_by_stored_tensor(spec, shapes), buffer_names(spec, sizes)
     tensors_to_write = {
         name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
@@ -85,7 +84,8 @@ def write_hugging_face(
         folder.create_folder()
         folder.check_free_space(total_bytes, fix="Free disk space, or give another folder.")
         for file, names in shards.items():
-            tensors = dict(model.load(names))
+            loaded = model.load(list(dict.fromkeys(copies.get(name, name) for name in names)))
+            tensors = {name: loaded[copies.get(name, name)] for name in names}
             exported = {name: tensors_to_write[name] for name in names}
             _write_shard(folder, file, spec, exported, tensors)
         if SINGLE_FILE not in shards:
@@ -103,6 +103,15 @@ def write_hugging_face(
     except OSError as error:
         raise CheckpointError(f"{folder}: could not be written: {error}.") from error
     return note
+
+
+def _shapes_to_write(
+    spec: ModelSpec, sizes: ModelSizes
+) -> tuple[dict[str, torch.Size], dict[str, str]]:
+    """(shape of each tensor to write, name -> original of those that are written twice)."""
+    tied, copies = dict(spec.tied_parameters(sizes)), dict(spec.stored_copies(sizes))
+    shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
+    return shapes | {name: shapes[original] for name, original in copies.items()}, copies
 
 
 def _special_token_ids(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int | None]:

@@ -21,6 +21,7 @@ from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.models.load_balancing import resolve_load_balancing
 from titanlite.models.mup import WidthScale, width_scales
+from titanlite.models.sizes import prediction_layers
 from titanlite.optim import LossScale, RateSchedule
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
@@ -125,17 +126,19 @@ class Job:
 
     def _whole_backward_warning(self) -> str | None:
         """A warning if a schedule with split backwards is run without splitting them."""
-        if self.degrees.pipeline == 1 or self.transforms.splits_backward:
+        predicts = prediction_layers(self.sizes) > 0
+        if self.degrees.pipeline == 1 or (self.transforms.splits_backward and not predicts):
             return None
         kinds = {action.kind for actions in self.pipeline.order() for action in actions}
         if "weight" not in kinds:
             return None
         mode, compiled = "activation_checkpoint.mode", self.config.compile.compiles("model")
         reason = "blocks are compiled" if compiled else "blocks are recomputed"
+        reason = "the model predicts further tokens" if predicts else reason
         return (
             f"{self.pipeline}: gradients of weights do not fill the bubble, because {reason}: they"
             f" are computed together with those of inputs. The schedule is followed as written with"
-            f' {mode} = "none" and without compiled blocks'
+            f' {mode} = "none" and without compiled blocks{" and model.mtp_layers" * predicts}'
         )
 
     def properties(self, stream: SampleStream) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from titanlite.job.config import JobConfig
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
+from titanlite.models.sizes import prediction_layers
 from titanlite.optim import (
     OptimizerConfig,
     moment_format,
@@ -43,6 +44,12 @@ def check_model_options(
     yield from check_mup(config, spec, sizes)
     yield from check_load_balancing(config.experts, spec, sizes)
     yield from _check_groups(config, spec, sizes)
+    if (layers := prediction_layers(sizes)) >= config.training.seq_len:
+        yield ConfigError(
+            f"model.mtp_layers = {layers}: training.seq_len = {config.training.seq_len} has no"
+            " token so far ahead.",
+            fix=f"Use at most {config.training.seq_len - 1}, or longer sequences.",
+        )
     if config.checkpoint.last_save_in_hf:
         yield from _check_export(spec, sizes)
     optimizers = [config.optimizer.replace(**g.overrides()) for g in config.optimizer.groups]

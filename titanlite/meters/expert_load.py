@@ -12,6 +12,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.meters.metered_run import Meter, MeteredRun
 from titanlite.models import LoadBalancing, ModelSizes, ModelSpec, Router
 from titanlite.models.router import SUMS
+from titanlite.models.sizes import prediction_layers
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.step import StepHook, StepInputs, StepResult
@@ -42,7 +43,8 @@ class ExpertLoad(StepHook):
         experts = spec.experts(sizes)
         assert experts is not None, "the model has no experts"
         self._balancing = balancing
-        self.sizes, self._mesh, self._n_blocks = experts, mesh, sizes.n_layers
+        self.sizes, self._mesh = experts, mesh
+        self._n_blocks = sizes.n_layers + prediction_layers(sizes)
         self.measured: Tensor | None = None
         # of the latest step: [blocks, E + 3] in float64, which counts exactly: selections of each
         # expert, and `router.SUMS`; None on a rank without experts

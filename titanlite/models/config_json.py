@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Generic
 
 import torch
@@ -147,6 +148,11 @@ class HuggingFaceMapping(Generic[SizesT]):
         """How one of our parameters is stored in the tensor of that name."""
         return self.parts.get(_without_index(name), StoredPart())
 
+    def prediction_prefixes(self, stored: Iterable[str]) -> tuple[str, ...]:
+        """What the names of tensors for multi-token prediction begin with, among `stored` ones."""
+        pattern = self.names.get("layers.*.embedding_norm.weight", "")
+        return tuple(n.rsplit(".", 2)[0] + "." for n in stored if fnmatchcase(n, pattern))
+
     # --- config.json ------------------------------------------------------------------------------
 
     @property
@@ -162,7 +168,9 @@ class HuggingFaceMapping(Generic[SizesT]):
         """
         keys = self.keys
         for name in self.sizes.__dataclass_fields__:
-            if name not in keys and (value := getattr(sizes, name)) != self._default_of(name):
+            if name not in (*keys, "mtp_layers") and (
+                value := getattr(sizes, name)
+            ) != self._default_of(name):
                 raise CheckpointError(
                     f"model.{name} = {json.dumps(value)}: Hugging Face's {self.architecture} has no"
                     " such key, and would compute something else from these weights."

@@ -12,9 +12,10 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.delta_rule import DeltaCache, DeltaRule
 from titanlite.kernels.documents import DocumentIndex, IndexDocuments
+from titanlite.models import mtp
 from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, rope_cos_sin
-from titanlite.models.sizes import ModelSizes
+from titanlite.models.sizes import ModelSizes, prediction_layers
 
 CosSin = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
 RopeSettings = tuple[int, float, RopeScaling | None]
@@ -138,13 +139,16 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.sizes = sizes
-        self.rotary = {str(index): rotary(index) for index in range(sizes.n_layers)}
+        blocks = range(sizes.n_layers + prediction_layers(sizes))
+        self.rotary = {str(index): rotary(index) for index in blocks}
         self.index_documents: IndexDocuments | None = None
         self.embedding_factor = 1.0  # of the embeddings, but not of the output's weights
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
+        self.register_module(mtp.EMBEDDING_COPY, None)  # of pipeline stages
         self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(sizes.n_layers)})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps) if norm is None else norm
+        mtp.add_predictors(self.layers, sizes, build_block, self.norm)
         self.output = OutputLayer(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
@@ -160,24 +164,37 @@ class Decoder(nn.Module):
         caches: Mapping[str, KeyValueCache | DeltaCache] | None = None,
         labels: Tensor | None = None,
         documents: DocumentIndex | None = None,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
         it; default: 0, 1, 2, … To derive missing `documents` from them, the host waits for a GPU.
+        `ahead`: see `shift_ahead`; with it, the loss is also that of multi-token prediction.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         ropes = self._compute_ropes(positions)
         if documents is None and self.index_documents is not None:
             documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
-        x = tokens if self.tok_embeddings is None else self._embed(tokens)
+        predictors = {} if labels is None else mtp.find_predictors(self.layers)
+        if predictors and ahead is not None:
+            x, *embedded = mtp.embed_ahead(self, tokens, ahead)
+        else:
+            x = tokens if self.tok_embeddings is None else self.embed(tokens)
         x = x if self.pos_embeddings is None else self.pos_embeddings(x, positions)
         for name, block in self.layers.items():
-            cache = None if caches is None else caches[name]
-            x = block(x, ropes.get(self.rotary[name]), documents, cache)
+            if not isinstance(block, mtp.PredictionBlock):
+                cache = None if caches is None else caches[name]
+                x = block(x, ropes.get(self.rotary[name]), documents, cache)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x, labels=labels)
+        if predictors and ahead is not None and labels is not None:
+            rope = [ropes.get(self.rotary[name]) for name in predictors]
+            x = mtp.predict_ahead(predictors.values(), x, embedded, rope, documents)
+            labels = torch.cat((labels, *ahead[..., 1].unbind(-1)))
+        depths = 0 if ahead is None else len(predictors)
+        return x if self.output is None else self.output(x, labels=labels, depths=depths)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [B, T, D] of tokens [B, T]."""
         assert self.tok_embeddings is not None
         x = self.tok_embeddings(tokens)
         if self.embedding_factor == 1:

@@ -1,7 +1,4 @@
-"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) as a single-device module.
-
-Its multi-token prediction, an extra block used in training only, is not implemented.
-"""
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437) as a single-device module."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, Hugging
 from titanlite.models.decoder import CosSin, Decoder
 from titanlite.models.llama import LLAMA3, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
+from titanlite.models.mtp import DEEPSEEK_NAMES, PredictionLayers, with_prediction_names
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes, LoadBalancing
 from titanlite.settings import Range
@@ -57,6 +55,7 @@ class DeepSeekV3Sizes:
     rope_fast_turns: Annotated[
         float, Range(1), "YaRN keeps pairs that turn as often or more over the original context"
     ] = YarnScaling.fast_turns
+    mtp_layers: PredictionLayers = 0  # published: 1 of V3, 0 of the others
 
     tied_embeddings = False
 
@@ -209,8 +208,7 @@ HUGGING_FACE = HuggingFaceMapping(
     family="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     sizes=DeepSeekV3Sizes,
-    names=NAMES,
-    derived=["model.layers.61.*"],  # the block for multi-token prediction of the published model
+    names=with_prediction_names(NAMES, "model.layers.*.", DEEPSEEK_NAMES),
     own_keys={
         **EXPERT_KEYS,
         "q_lora_rank": "q_lora_rank",
@@ -231,7 +229,10 @@ HUGGING_FACE = HuggingFaceMapping(
     },
     defaults={**COMMON_DEFAULTS, "norm_topk_prob": True},
     null_is_zero=["q_lora_rank"],  # queries are projected from the hidden states
-    further=lambda sizes: {"num_key_value_heads": sizes.n_heads, "num_nextn_predict_layers": 0},
+    further=lambda sizes: {
+        "num_key_value_heads": sizes.n_heads,
+        "num_nextn_predict_layers": sizes.mtp_layers,
+    },
     rope_scaling={
         "rope_type": "yarn",
         "beta_fast": YarnScaling.fast_turns,

@@ -1,7 +1,5 @@
 """GLM-4.5 (https://arxiv.org/abs/2508.06471): Llama's blocks with biases, RoPE on half of each
-head, and DeepSeek-V3's experts.
-
-Its multi-token prediction, an extra block used in training only, is not implemented.
+head, and DeepSeek-V3's experts and multi-token prediction.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from titanlite.models.deepseek_v3 import (
     deepseek_experts,
 )
 from titanlite.models.llama import LLAMA3, NAMES, LlamaSizes
+from titanlite.models.mtp import DEEPSEEK_NAMES, PredictionLayers, with_prediction_names
 from titanlite.models.router import ExpertSizes, LoadBalancing
 from titanlite.settings import Range
 
@@ -44,6 +43,7 @@ class Glm4MoESizes(LlamaSizes):
     norm_eps: size.NormEps = 1e-5
     qkv_bias: Annotated[bool, "biases of queries, keys and values"] = True
     qk_norm: Annotated[bool, "RMSNorm on every query and key head"] = False
+    mtp_layers: PredictionLayers = 0  # published: 1
 
     def rotary_of(self, block: int) -> RopeSettings | None:
         return self.head_width // 2, self.rope_theta, None  # the other half is not rotated
@@ -61,9 +61,7 @@ HUGGING_FACE = HuggingFaceMapping(
     family="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     sizes=Glm4MoESizes,
-    names={**NAMES, **EXPERT_NAMES},
-    # the blocks for multi-token prediction behind the 46 and 92 of the published models
-    derived=["model.layers.46.*", "model.layers.92.*"],
+    names=with_prediction_names({**NAMES, **EXPERT_NAMES}, "model.layers.*.", DEEPSEEK_NAMES),
     own_keys={**EXPERT_KEYS, "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
     fixed={
         "hidden_act": SAME_AS_LLAMA["hidden_act"],
@@ -82,7 +80,7 @@ HUGGING_FACE = HuggingFaceMapping(
     },
     # transformers 5 rotates whole heads if it is null
     implied=lambda config: {ROTATED: None if config.get(ROTATED, 0.5) else 1.0},
-    further=lambda sizes: {"num_nextn_predict_layers": 0},
+    further=lambda sizes: {"num_nextn_predict_layers": sizes.mtp_layers},
 )
 
 

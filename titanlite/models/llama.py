@@ -14,6 +14,7 @@ from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import CosSin, Decoder, FeedForward, RopeSettings, check_heads
 from titanlite.models.moe import MixtureOfExperts
+from titanlite.models.mtp import TP_ROLES
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
 from titanlite.models.router import ExpertSizes
 from titanlite.models.sizes import ModelSizes
@@ -248,6 +249,7 @@ TP_PLAN = {
     "layers.*.feed_forward.w2": "rowwise",
     "norm": "sequence",
     "output": "vocab_out",
+    **TP_ROLES,
 }
 
 INIT_ROLES = {
@@ -262,6 +264,7 @@ PARAMETER_ROLES = {
     "*_embeddings.weight": "embedding",
     "output.weight": "output",
     "norm.*": "output_gain",
+    "layers.*.norm.weight": "output_gain",  # of multi-token prediction
     "*.q_norm.weight": "query_gain",
     "*norm.weight": "gain",
     "*.wq.weight": "query",

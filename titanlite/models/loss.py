@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.models.mtp import chunks_of_depths, scale_depth_, sums_of_depths
 from titanlite.settings import NotNegative, Range
 
 
@@ -27,6 +28,9 @@ class LossConfig:
     z_loss: Annotated[float, Range(0)] = 0.0
     # weight of the squared log-sum-exp of the logits, which keeps logits small; 1e-4 is usual;
     # logged as z_loss, and not part of the logged loss
+    mtp_weight: Annotated[float, Range(0)] = 0.3
+    # weight of the mean loss of the depths of multi-token prediction (model.mtp_layers), logged
+    # apart; DeepSeek-V3 and GLM-4.5 used 0.3, then 0.1
 
 
 class Vocabulary:
@@ -78,6 +82,7 @@ class OutputLayer(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.config, self.vocabulary = LossConfig(), Vocabulary()
         self.last_z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
+        self.last_depths: Tensor | None = None  # see `sums_of_depths`
         self._observer: Callable[[Tensor], None] | None = None
 
     def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
@@ -85,44 +90,48 @@ class OutputLayer(nn.Linear):
         with labels and gradients; None: no longer."""
         self._observer = observer
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, depths: int = 0) -> Tensor:
         """With `labels` [B, T]: the loss summed over tokens, in nats, 0-d in fp32.
 
-        z-loss is included only where gradients are enabled, so a validation loss has none.
+        z-loss is included only where gradients are enabled, so a validation loss has none. `depths`
+        of multi-token prediction follow in x and labels [(1 + depths) * B, T]; theirs is weighted.
         """
         if labels is None:
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
         with_grad = torch.is_grad_enabled()
         loss, self.last_z_loss, token_losses = _OutputLoss.apply(
-            x.flatten(0, 1), weight, labels.flatten(), self, with_grad
+            x.flatten(0, 1), weight, labels.reshape(1 + depths, -1), self, with_grad
         )
+        self.last_depths = sums_of_depths(token_losses, labels.reshape(1 + depths, -1))
         if with_grad and self._observer is not None:
-            self._observer(token_losses.view(labels.shape))
+            self._observer(token_losses.view(labels.shape)[: len(labels) // (1 + depths)])
         return loss
 
 
 class _OutputLoss(torch.autograd.Function):
     """(summed loss, its z-loss part, cross-entropy of each token [N]) of hidden states [N, D],
-    weights [V', D] and labels [N]."""
+    weights [V', D] and labels [1, N]; of all depths, if labels are [1 + depths, N]."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        chunk = output.config.chunk_tokens or max(1, len(x))
+        parts = chunks_of_depths(labels, output.config.chunk_tokens, output.config.mtp_weight)
         total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
         token_losses = torch.empty(len(x), device=x.device)
         x_grad = torch.empty_like(x) if with_grad else None
         weight_grad: Tensor | None = None
-        for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
+        labels = labels.flatten()
+        for rows, factor in parts:
             losses, z_loss, grad = _chunk_loss(x[rows], weight, labels[rows], output, with_grad)
-            token_losses[rows] = losses
-            total, z_total = total + losses.sum() + z_loss, z_total + z_loss
+            token_losses[rows], loss = losses, losses.sum()
+            scale_depth_(factor, loss, z_loss, grad)
+            total, z_total = total + loss + z_loss, z_total + z_loss
             if x_grad is None or grad is None:
                 continue
             torch.mm(grad, weight, out=x_grad[rows])
-            if chunk >= len(x) and grad.dtype != torch.float16:
+            if rows == slice(0, len(x)) and grad.dtype != torch.float16:
                 weight_grad = grad.mT @ x
             else:
                 weight_grad = _add_weight_grad(weight_grad, grad, x[rows])

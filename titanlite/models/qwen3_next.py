@@ -1,7 +1,5 @@
 """Qwen3-Next (https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct): three blocks of linear
 attention, Gated DeltaNet (https://arxiv.org/abs/2412.06464), and one of gated attention, in turn.
-
-Its multi-token prediction, an extra block used in training only, is not implemented.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from titanlite.models.decoder import CosSin, Decoder, RopeSettings, ZeroCentredN
 from titanlite.models.llama import LLAMA3, Attention, LlamaSizes, TransformerBlock
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.mixtral import hugging_face_balancing
+from titanlite.models.mtp import OnePredictionLayer, with_prediction_names
 from titanlite.models.rope import apply_rope
 from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
 from titanlite.settings import Range
@@ -59,11 +58,16 @@ class Qwen3NextSizes(LlamaSizes):
     partial_rotary_factor: Annotated[float, Range(0, 1), "fraction of them that is rotated"] = 0.25
     rope_theta: size.RopeTheta = 10_000_000.0
     tied_embeddings: size.TiedEmbeddings = False
+    mtp_layers: OnePredictionLayer = 0  # published: 1
 
     qk_norm = True
 
+    def is_full(self, block: int) -> bool:
+        """Whether a block has full attention; the one for multi-token prediction has."""
+        return size.is_every(self.full_attention_every, block) or block >= self.n_layers
+
     def rotary_of(self, block: int) -> RopeSettings | None:
-        if not size.is_every(self.full_attention_every, block):
+        if not self.is_full(block):
             return None
         return int(self.head_dim * self.partial_rotary_factor), self.rope_theta, None
 
@@ -163,8 +167,7 @@ class Qwen3NextBlock(TransformerBlock):
     """Llama's block with zero-centered norms and one of the two kinds of attention."""
 
     def __init__(self, sizes: Qwen3NextSizes, block: int):
-        is_full = size.is_every(sizes.full_attention_every, block)
-        attention = GatedAttention(sizes, block) if is_full else GatedDeltaNet(sizes)
+        attention = GatedAttention(sizes, block) if sizes.is_full(block) else GatedDeltaNet(sizes)
         super().__init__(sizes, attention, sizes.experts)
         self.attention_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
@@ -195,13 +198,19 @@ NAMES = {
     "layers.*.moe.shared_experts.w2.weight": "model.layers.*.mlp.shared_expert.down_proj.weight",
 }
 
+MTP_NAMES = {
+    "embedding_norm": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm": "mtp.pre_fc_norm_hidden.weight",
+    "proj": "mtp.fc.weight",
+    "norm": "mtp.norm.weight",
+}
+
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     sizes=Qwen3NextSizes,
-    names=NAMES,
+    names=with_prediction_names(NAMES, "mtp.layers.0.", MTP_NAMES),
     parts={"layers.*.attention.convolve.weight": StoredPart(unit_columns=True)},
-    derived=["mtp.*"],  # the block for multi-token prediction of the published model
     own_keys={
         "n_experts": "num_experts",
         "expert_hidden_dim": "moe_intermediate_size",

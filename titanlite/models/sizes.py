@@ -37,6 +37,11 @@ def is_every(interval: int, block: int) -> bool:
     return interval > 0 and (block + 1) % interval == 0
 
 
+def prediction_layers(sizes: Any) -> int:
+    """Blocks for multi-token prediction, behind the others; 0 in families that have none."""
+    return getattr(sizes, "mtp_layers", 0)
+
+
 class ModelSizes(Protocol):
     """The sizes of one model that other packages read; each family has a frozen dataclass.
 

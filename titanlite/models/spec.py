@@ -13,8 +13,9 @@ from torch import nn
 from titanlite.errors import ConfigError
 from titanlite.models.config_json import HuggingFaceMapping
 from titanlite.models.counts import ModelCounts, count_model, flops_of_block
+from titanlite.models.mtp import EMBEDDING_COPY
 from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing, check_expert_sizes
-from titanlite.models.sizes import SizesT
+from titanlite.models.sizes import SizesT, prediction_layers
 from titanlite.settings import KeyedSection, OneOf
 
 
@@ -103,6 +104,23 @@ class ModelSpec(Generic[SizesT]):
         output = f"{self.output_path}.weight"
         return [(output, "tok_embeddings.weight")] if sizes.tied_embeddings else []
 
+    def prediction_modules(self, sizes: SizesT) -> list[str]:
+        """Modules of multi-token prediction, which the last of several pipeline stages has."""
+        indices = range(sizes.n_layers, sizes.n_layers + prediction_layers(sizes))
+        return [EMBEDDING_COPY, *(f"{self.blocks_path}.{n}" for n in indices)] if indices else []
+
+    def stage_copies(self, sizes: SizesT) -> list[tuple[str, str]]:
+        """Pairs as in `tied_parameters`, of which the first exists in a pipeline stage only."""
+        pair = (f"{EMBEDDING_COPY}.weight", "tok_embeddings.weight")
+        return [pair] if prediction_layers(sizes) else []
+
+    def stored_copies(self, sizes: SizesT) -> list[tuple[str, str]]:
+        """Pairs as in `tied_parameters`, of which the first exists in Hugging Face folders only."""
+        blocks, stored = self.prediction_modules(sizes)[1:], self.hugging_face.names
+        names = [f"{path}.weight" for path in ("tok_embeddings", self.output_path)]
+        copied = [name for name in names if f"{self.blocks_path}.*.{name}" in stored]
+        return [(f"{block}.{name}", name) for block in blocks for name in copied]
+
     def experts(self, sizes: SizesT) -> ExpertSizes | None:
         """The experts of the blocks that have a MixtureOfExperts; None: no block has one."""
         return getattr(sizes, "experts", None)
@@ -125,22 +143,25 @@ class ModelSpec(Generic[SizesT]):
         """Forward and backward FLOPs per token of the model, see `flops_of_block`."""
         blocks = self.counts(sizes).blocks
         total = sum(flops_of_block(block, sizes, seq_len, full_attention) for block in blocks)
-        return total + 6 * sizes.vocab_size * sizes.dim
+        return total + 6 * sizes.vocab_size * sizes.dim * (1 + prediction_layers(sizes))
 
     def module_flops(self, sizes: SizesT, seq_len: int) -> dict[str, float]:
         """Forward and backward FLOPs per token of each module, in execution order.
 
         Modules without matmuls count their element-wise operations: an embedding copies a row and
         adds its gradient; the loss, which is part of the output layer, takes about ten per logit.
+        Multi-token prediction counts as part of the output layer, as it is on the same stage.
         """
         counts = self.counts(sizes)
         costs = {"tok_embeddings": 2.0 * sizes.dim}
         if counts.has_positions:
             costs["pos_embeddings"] = 2.0 * sizes.dim
-        for index, block in enumerate(counts.blocks):
-            costs[f"{self.blocks_path}.{index}"] = flops_of_block(block, sizes, seq_len, False)
-        output = sizes.vocab_size * (6 * sizes.dim + 10)
-        return {**costs, "norm": 10.0 * sizes.dim, self.output_path: output}
+        blocks = [flops_of_block(block, sizes, seq_len, False) for block in counts.blocks]
+        for index, cost in enumerate(blocks[: sizes.n_layers]):
+            costs[f"{self.blocks_path}.{index}"] = cost
+        output = sizes.vocab_size * (6 * sizes.dim + 10) * (1 + prediction_layers(sizes))
+        further = sum(blocks[sizes.n_layers :])
+        return {**costs, "norm": 10.0 * sizes.dim, self.output_path: output + further}
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
         """The flavor's sizes with the overrides of a [model] section of this family.

@@ -13,6 +13,7 @@ from titanlite.kernels.backend import set_attention_kernel
 from titanlite.models import LoadBalancing, LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.mup import WidthScale
 from titanlite.models.router import NO_BALANCING, find_routers
+from titanlite.models.sizes import prediction_layers
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -99,7 +100,8 @@ class ShardedModel:
     update_float8_scales: Callable[[], None] = lambda: None
     # called before each step and each validation batch, because the weights may have changed
     tied_copies: tuple[TiedCopy, ...] = ()  # of parameters that two pipeline stages share
-    splits_backward: bool = True  # see ModelTransforms
+    splits_backward: bool = True  # see ModelTransforms; false with multi-token prediction
+    prediction_layers: int = 0  # depths of multi-token prediction, on whatever rank
 
 
 def parallelize(
@@ -183,6 +185,7 @@ class ParallelModules:
             router.move_buffers(device)
         # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
         tied = self.spec.tied_parameters(sizes)
+        copies = self.spec.stage_copies(sizes) if len(self.layout.plan.stages) > 1 else []
         for stage in stages.values():
             tie_parameters(stage, pairs_inside(stage, tied))
         if isinstance(model, RankModel):
@@ -196,8 +199,9 @@ class ParallelModules:
             dim=sizes.dim,
             compute_dtype=transforms.compute_dtype,
             update_float8_scales=build_float8_scale_update(model, transforms.float8, mesh.tp),
-            tied_copies=build_tied_copies(stages, self.layout.plan, tied, mesh.pp),
-            splits_backward=transforms.splits_backward,
+            tied_copies=build_tied_copies(stages, self.layout.plan, [*tied, *copies], mesh.pp),
+            splits_backward=transforms.splits_backward and not prediction_layers(sizes),
+            prediction_layers=prediction_layers(sizes),
         )
 
 

@@ -23,6 +23,7 @@ from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer
+from titanlite.models.mtp import JoiningLinear
 from titanlite.models.router import RouterGate
 from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, replace_forward
 from titanlite.parallelize.expert import weight_shards
@@ -285,6 +286,8 @@ def select_float8_layers(
             excluded[name] = "fused with the loss"
         elif isinstance(layer, RouterGate):
             excluded[name] = "computes in fp32"
+        elif isinstance(layer, JoiningLinear):
+            excluded[name] = "joins the inputs of multi-token prediction"
         elif match is not None:
             excluded[name] = f'"{match}" in filter_fqns'
         elif layer.out_features % config.alignment or layer.in_features % config.alignment:

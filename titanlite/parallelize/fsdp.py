@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import FSDP_DIMENSIONS, Mesh
+from titanlite.models.mtp import PredictionBlock
 
 REDUCE_DTYPE = torch.float32  # of gradients while they are reduced
 
@@ -128,8 +129,10 @@ def _prefetch_next_group(groups: Sequence[list[Any]]) -> None:
     In forward, FSDP2 would start it only after the host has launched all kernels of that group, so
     the GPU would wait if it has caught up with the host. A group is a module, and the experts that
     are gathered with it. Experts prefetch nothing: where a block is recomputed, FSDP2 takes their
-    second forward for another step's.
+    second forward for another step's. Nor are prediction blocks prefetched: validation does not
+    run them, and a block that is gathered for it would get out of date.
     """
+    groups = [group for group in groups if not isinstance(group[0], PredictionBlock)]
     for group, next_group in pairwise(groups):
         group[0].set_modules_to_forward_prefetch(next_group)
         next_group[0].set_modules_to_backward_prefetch(group)

@@ -19,7 +19,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.profiler import record_function
 
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models import ModelSizes, ModelSpec, TokenEmbedding
+from titanlite.models.mtp import EMBEDDING_COPY
 from titanlite.parallelize.fsdp import GradientSums
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.schedule import format_action, format_trace_name
@@ -43,13 +44,17 @@ def build_stage_modules(
         _remove_other_modules(stage_module, plan.stages[stage], spec.blocks_path)
         if stage < len(plan.stages) - 1:
             stage_module.register_forward_hook(_make_sendable)
+        elif spec.stage_copies(sizes):
+            with torch.device("meta"):
+                stage_module.add_module(EMBEDDING_COPY, TokenEmbedding(sizes.vocab_size, sizes.dim))
+            model.add_module(EMBEDDING_COPY, nn.Module())  # `set_submodule` replaces it
     names = [name for stage in stage_modules for name in plan.stages[stage]]
     _remove_other_modules(model, names, spec.blocks_path)
     for stage, stage_module in stage_modules.items():
         for name in plan.stages[stage]:
             model.set_submodule(name, stage_module.get_submodule(name))
-    tied = spec.tied_parameters(sizes)
-    return RankModel(model, tied) if tied else model, stage_modules
+    tied, copies = spec.tied_parameters(sizes), spec.stage_copies(sizes)
+    return RankModel(model, tied, copies) if tied or copies else model, stage_modules
 
 
 def _make_sendable(stage_module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:

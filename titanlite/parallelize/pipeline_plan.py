@@ -12,6 +12,7 @@ import torch
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models.sizes import prediction_layers
 from titanlite.parallelize.schedule import (
     CSV_KEY,
     SCHEDULES,
@@ -95,8 +96,10 @@ def plan_pipeline(
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
     """(the plan, []) or (None, every reason why these settings are invalid).
 
-    `splits_backward` as in ModelTransforms.
+    `splits_backward` as in ModelTransforms; false with multi-token prediction: torch 2.13 frees
+    the graph of the copied embedding with the first of several blocks that use it.
     """
+    splits_backward = splits_backward and not prediction_layers(sizes)
     costs = spec.module_flops(sizes, seq_len)
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
         return PipelinePlan("1F1B", None, [list(costs)], [0], local_batch, 1), []
@@ -120,6 +123,7 @@ def plan_pipeline(
         errors.append(error)
     if errors:
         return None, errors
+    stages = [*stages[:-1], [*stages[-1], *spec.prediction_modules(sizes)]]
     plan = PipelinePlan(
         schedule=config.pipeline_parallel_schedule,
         csv=Path(file) if (file := config.pipeline_parallel_schedule_csv) else None,

@@ -48,6 +48,8 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     "vocab_in": TensorParallelRole(lambda o: styles.VocabularyEmbedding(), sharded_dim=0),
     # norm on the sequence-parallel residual stream
     "sequence": TensorParallelRole(lambda o: styles.LocalForward(styles.normalize_locally)),
+    # linear layer on the sequence-parallel residual stream
+    "sequence_linear": TensorParallelRole(lambda o: styles.LocalForward(styles.project_locally)),
     # learned positions, added to the sequence-parallel residual stream
     "positions": TensorParallelRole(lambda o: styles.LocalForward(styles.add_own_positions)),
     # module that all-gathers the sequence for its column-parallel layers: attention, feed-forward

@@ -95,6 +95,11 @@ def normalize_locally(norm: nn.RMSNorm | nn.LayerNorm, tp: DeviceMesh, x: Tensor
     return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
+def project_locally(layer: nn.Linear, tp: DeviceMesh, x: Tensor) -> Tensor:
+    """A linear layer without bias on this rank's part of the residual stream [B, T/tp, D]."""
+    return F.linear(x, replicated_local(layer.weight))
+
+
 def replicated_local(parameter: Tensor) -> Tensor:
     """The local tensor of a replicated parameter, of which each rank has a partial gradient."""
     assert isinstance(parameter, DTensor)

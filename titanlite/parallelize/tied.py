@@ -41,15 +41,18 @@ class RankModel(nn.Module):
     """The modules of a pipeline rank, of a model whose tied parameters are in different stages.
 
     A tied parameter has both of its names in the `state_dict` of the rank that has it, and
-    `named_parameters` yields it once, as without stages. Neither yields a copy.
+    `named_parameters` yields it once, as without stages. Neither yields a copy. `copies`: pairs of
+    which the first is no name of a parameter without stages.
     """
 
-    def __init__(self, model: nn.Module, pairs: TiedPairs):
+    def __init__(self, model: nn.Module, pairs: TiedPairs, copies: TiedPairs = ()):
         super().__init__()
         for name, module in model.named_children():
             self.add_module(name, module)
         self._pairs = list(pairs)
-        self._copies = {name: other for name, other in pairs if _has_parameter(self, name)}
+        both = [*pairs, *copies]
+        self._copies = {name: other for name, other in both if _has_parameter(self, name)}
+        self._second_names = {name for name, _ in pairs}
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in `nn.Module` without a prefix, without the copies."""
@@ -69,7 +72,7 @@ class RankModel(nn.Module):
         """As named_parameters; has the parameter instead of its copy, which may be out of date."""
         state = super().state_dict(*args, **options)
         for name, other in self._copies.items():
-            if other in state:
+            if other in state and name in self._second_names:
                 state[name] = state[other]
             else:
                 del state[name]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.kernels.documents import DocumentIndex, IndexDocuments, document_positions
+from titanlite.models.mtp import shift_ahead
 from titanlite.parallelize.context_tiles import SequenceShard
 
 
@@ -47,6 +48,7 @@ class TokenSelector:
     sequence: SequenceShard
     document_end_id: int | None = None
     index_documents: IndexDocuments | None = None  # None: causal mask
+    prediction_layers: int = 0  # depths of multi-token prediction
 
     def prepare(self, inputs: Tensor, labels: Tensor, microbatch_size: int) -> Batch:
         """A batch with the documents of each micro-batch, from tensors in host memory."""
@@ -59,6 +61,12 @@ class TokenSelector:
     def select(self, tokens: Tensor) -> Tensor:
         """This rank's part of `tokens`: [B, T] -> [B, T / cp]."""
         return self.sequence.select(tokens)
+
+    def look_ahead(self, batch: Batch) -> dict[str, Tensor]:
+        """The argument `ahead` of a model that predicts further tokens; else nothing."""
+        end, depths = self.document_end_id, self.prediction_layers
+        ahead = shift_ahead(batch.inputs, batch.labels, depths, end) if depths else None
+        return {} if ahead is None else {"ahead": self.select(ahead)}
 
     def positions(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
         """Positions of this rank's tokens of `inputs` [B, T]; `labels` mark packed documents.

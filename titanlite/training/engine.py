@@ -30,8 +30,8 @@ class Engine(Protocol):
         """Add the gradients of summed loss / `divisor`; return this rank's share of that loss.
 
         `divisor` []: the number of valid labels in the global batch, divided by the loss scale if
-        there is one. The result [2] is the cross-entropy and the z-loss, whose sum is the training
-        loss. `set_phase` is called with the name of each phase when it begins.
+        there is one. The result is the cross-entropy and the z-loss, whose sum is the training
+        loss, and `add_depths`. `set_phase` is called with the name of each phase when it begins.
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def build_engine(
     stage = next(iter(sharded.stage_modules.values()))  # any: all have the same index_documents
     index_documents = stage.index_documents if isinstance(stage, SupportsDocuments) else None
     shard = build_sequence_shard(mesh.cp, config)
-    tokens = TokenSelector(shard, document_end_id, index_documents)
+    tokens = TokenSelector(shard, document_end_id, index_documents, sharded.prediction_layers)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
     from titanlite.training.pipeline_engine import PipelineEngine  # only pipelines need it

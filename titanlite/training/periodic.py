@@ -125,6 +125,9 @@ def log_metrics(
             "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
         }
         sinks.step({**line, **measured})
+        if result.mtp_losses is not None:
+            losses = dict(enumerate(result.mtp_losses.tolist(), 1))
+            sinks.event(info.step, "mtp_losses", **{f"depth_{n}": x for n, x in losses.items()})
 
     def is_due(info: StepInfo) -> bool:
         return info.step == 1 or info.step % freq == 0 or info.ends_run

@@ -45,7 +45,7 @@ class PipelineEngine:
         # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._divisor: Tensor | float = 1.0  # divisor of the loss in the current run
-        self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
+        self._losses: list[Tensor] = []  # terms of each micro-batch of the current run
         # NCCL creates the communicator of all pipeline ranks in their first collective. Without
         # this one, that would be the first batch of sends and receives, in the middle of 1F1B:
         # given shapes, torch 2.13 and 2.14 connect only pairs before (TODO in their `_warmup_p2p`).
@@ -62,7 +62,7 @@ class PipelineEngine:
         self._follow_weights()
         self._divisor = divisor
         runs = batch.split(self._plan.sequences)
-        total = torch.zeros(2, device=self._device)
+        total = torch.zeros(2 + 2 * self._tokens.prediction_layers, device=self._device)
         for number, run in enumerate(runs):
             last = number == len(runs) - 1
             set_phase("forward/backward")  # interleaved by the schedule
@@ -102,6 +102,8 @@ class PipelineEngine:
     ) -> Tensor:
         """Run the schedule once; return the loss terms on the last stage, zeros elsewhere."""
         inputs, labels = batch.inputs, batch.labels
+        trains = stage_class is TrainStage
+        ahead = self._tokens.look_ahead(batch) if trains else {}
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
         for stage in rank_schedule.stages:
             stage.prepare_run(self._sums, reduce, self._sharded.splits_backward, batch.documents)
@@ -113,16 +115,17 @@ class PipelineEngine:
             arguments = [self._tokens.select(inputs)]
         if self._has_last_stage:
             labels = self._tokens.select(labels)
-            targets = {"labels": labels, "target": labels}
+            targets = {"labels": labels, "target": labels, **ahead}
         schedule = rank_schedule.schedule
-        run = schedule.step if stage_class is TrainStage else schedule.eval
+        run = schedule.step if trains else schedule.eval
         run(
             *arguments,
             positions=positions.expand(len(inputs), -1),  # torch splits it with the batch
             return_outputs=False,
             **targets,
         )
-        return sum(self._losses, torch.zeros(2, device=self._device))
+        terms = 2 + 2 * self._tokens.prediction_layers if trains else 2
+        return sum(self._losses, torch.zeros(terms, device=self._device))
 
     def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Called by torch as loss function; the last stage already computed the loss in forward."""

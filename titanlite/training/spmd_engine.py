@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
+from titanlite.models.mtp import add_depths
 from titanlite.parallelize import ShardedModel
 from titanlite.parallelize.fsdp import GradientSums
 from titanlite.training.batch import Batch, TokenSelector
@@ -45,14 +46,14 @@ class SpmdEngine:
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._update_float8_scales()
-        total = torch.zeros(2, device=self._device)
+        total = torch.zeros(2 + 2 * self._tokens.prediction_layers, device=self._device)
         microbatches = batch.split(self._microbatch_size)
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
             self._sums.begin_microbatch(self._model, self._reduce_every or last)
             set_phase("forward")
             # The only division: gradients just add up.
-            loss = self._loss_of(microbatch) / divisor
+            loss = self._loss_of(microbatch, self._tokens.look_ahead(microbatch)) / divisor
             set_phase("backward")
             loss.backward()
             total += loss_terms(loss, self._output, divisor)
@@ -65,25 +66,30 @@ class SpmdEngine:
         """See `Engine.evaluate`."""
         self._update_float8_scales()
         batch = self._tokens.prepare(inputs, labels, len(inputs))
-        loss = self._loss_of(batch.to(self._device))
+        loss = self._loss_of(batch.to(self._device), {})
         reshard([self._model])
         return loss
 
-    def _loss_of(self, microbatch: Batch) -> Tensor:
-        """The summed loss of this rank's tokens."""
+    def _loss_of(self, microbatch: Batch, ahead: dict[str, Tensor]) -> Tensor:
+        """The summed loss of this rank's tokens; `ahead` as `TokenSelector.look_ahead`."""
         select = self._tokens.select
         positions = self._tokens.positions(microbatch.inputs, microbatch.labels)
         options = {"documents": microbatch.documents[0]} if microbatch.documents else {}
         return self._model(
-            select(microbatch.inputs), positions, labels=select(microbatch.labels), **options
+            select(microbatch.inputs),
+            positions,
+            labels=select(microbatch.labels),
+            **options,
+            **ahead,
         )
 
 
 def loss_terms(loss: Tensor, output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
-    """[cross-entropy, z-loss] of their sum `loss`; z-loss: of the last forward of `output`."""
+    """[cross-entropy, z-loss] of their sum `loss`, and `add_depths`; by the last forward."""
     assert output is not None and output.last_z_loss is not None
     z_loss = output.last_z_loss / divisor
-    return torch.stack((loss.detach() - z_loss, z_loss))
+    terms = torch.stack((loss.detach() - z_loss, z_loss))
+    return add_depths(terms, output.last_depths, output.config.mtp_weight, divisor)
 
 
 def reshard(models: Iterable[nn.Module]) -> None:

@@ -71,6 +71,7 @@ class StepResult:
     lr: float  # before the factors of optimizer.groups and of muP
     samples: int  # of the step, over all ranks
     tokens: int  # of the step, over all ranks
+    mtp_losses: Tensor | None = None  # [depths]: mean cross-entropy of each; None: no depths
     overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale can help
     accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
     rejected: bool = False  # the guard decided not to update the parameters
@@ -130,7 +131,7 @@ def compute_gradients(
         hook.before_forward(inputs, set_phase)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase) / scale
     losses = all_reduce_sum(mesh.loss, own_losses.clone())
-    loss = losses[0]
+    loss, depths = losses[0], losses[2:].view(2, -1)
     for hook in settings.hooks:
         hook.after_backward()
     set_phase("step")
@@ -153,7 +154,8 @@ def compute_gradients(
         grad_norm=grad_norm,
         own_norms=norms.own,
         grad_factor=norms.factor,
-        own_losses=own_losses,
+        own_losses=own_losses[:2],
+        mtp_losses=depths[0] / depths[1].clamp(min=1e-12) if depths.numel() else None,
         lr=lr,
         samples=samples,
         tokens=tokens,
