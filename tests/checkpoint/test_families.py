@@ -87,13 +87,17 @@ LINEAR = {
     **ROTARY,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 12,
-    "partial_rotary_factor": 0.5,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 5,
     "linear_value_head_dim": 7,
     "linear_conv_kernel_dim": 3,
+}
+NO_IDS = {"pad_token_id": None, "eos_token_id": None}
+HYBRID = {
+    **LINEAR,
+    "head_dim": 12,
+    "partial_rotary_factor": 0.5,
     "shared_expert_intermediate_size": 20,
 }
 # family -> (class in transformers, its config, changes of our sizes)
@@ -112,6 +116,14 @@ CASES = {
     "olmo3 with YaRN": (
         "Olmo3",
         {**ROTARY, "num_hidden_layers": 4, "sliding_window": 9, "rope_scaling": OLMO3_YARN},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {**LINEAR, **NO_IDS, "rope_parameters": {"rope_theta": None}},
+    ),
+    "olmo_hybrid with RoPE": (
+        "OlmoHybrid",
+        {**LINEAR, **NO_IDS, "rope_theta": 7e4, "linear_allow_neg_eigval": False},
     ),
     "qwen2": ("Qwen2", {**ROTARY, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
     "smollm3": ("SmolLM3", {**ROTARY, **DEEP, "rms_norm_eps": 1e-5, "pad_token_id": None}),
@@ -155,11 +167,13 @@ CASES = {
         "Qwen3Moe",
         {**ROTARY, **EXPERTS, "num_experts": 5, "norm_topk_prob": True, "head_dim": 12},
     ),
-    "qwen3_next": ("Qwen3Next", {**LINEAR, **EXPERTS, "num_experts": 5}),
+    "qwen3_next": ("Qwen3Next", {**HYBRID, **EXPERTS, "num_experts": 5}),
     "qwen3_next without experts": (
         "Qwen3Next",
-        {**LINEAR, **EXPERTS, "num_experts": 0, "tie_word_embeddings": True},
+        {**HYBRID, **EXPERTS, "num_experts": 0, "tie_word_embeddings": True},
     ),
+    "qwen3_5": ("Qwen3_5", {**HYBRID, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**HYBRID, **EXPERTS, "num_experts": 5}),
     "deepseek_v3": (
         "DeepseekV3",
         {**LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
@@ -226,7 +240,8 @@ def transformers_model(case: str):
     name, options = CASES[case]
     model_class = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
     torch.manual_seed(0)
-    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    has_text = name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{name}TextConfig" if has_text else f"{name}Config"
     config = getattr(transformers, config_name)(**copy.deepcopy(options))
     model = getattr(transformers, model_class)(config).eval()
     for parameter in model.parameters():
@@ -237,19 +252,34 @@ def transformers_model(case: str):
     return model
 
 
+def save(model, folder, **options) -> None:
+    """Write a model of transformers as such models are published."""
+    model.save_pretrained(folder, **options)
+    if type(model).__name__ == "OlmoHybridForCausalLM":
+        from safetensors.torch import save_file
+
+        tensors = dict(model.state_dict())
+        # transformers 5.23 divides the convolution of queries, keys and values into equal parts
+        for name in [name for name in tensors if "conv1d" in name]:
+            for part, weight in zip("qkv", tensors.pop(name).split([10, 10, 42]), strict=True):
+                tensors[name.replace("conv1d", f"{part}_conv1d")] = weight.contiguous()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 @pytest.mark.parametrize(
     ("case", "max_shard_size"), [*((case, "5GB") for case in CASES), ("gpt2", "15KB")]
 )
 def test_a_model_goes_from_transformers_and_back_with_equal_logits(tmp_path, case, max_shard_size):
     transformers = pytest.importorskip("transformers")
     expected = transformers_model(case)
-    expected.save_pretrained(tmp_path / "in", max_shard_size=max_shard_size)
+    save(expected, tmp_path / "in", max_shard_size=max_shard_size)
     model, source = load(tmp_path / "in")
     assert source.spec.hugging_face is family_of(case).hugging_face
     with torch.no_grad():
         logits, wanted = model(TOKENS), expected(TOKENS).logits
-    # of the logits of a Qwen3-Next in fp32, transformers' are up to 9e-5 away from fp64, ours 8e-5
-    digits = 3e-5 if case.startswith("qwen3_next") else 1e-5
+    # With linear attention in fp32, for four batches of three families, transformers' logits are up
+    # to 6e-5 of the largest away from fp64, ours 4e-5.
+    digits = 1e-4 if "linear_num_key_heads" in CASES[case][1] else 1e-5
     tolerance = digits * max(1.0, float(wanted.abs().max()))
     assert torch.allclose(logits, wanted, rtol=0, atol=tolerance)
     limit = 5_000_000_000 if max_shard_size == "5GB" else 15_000
@@ -288,12 +318,13 @@ def test_every_gradient_of_packed_documents_is_that_of_transformers(tmp_path):
     gradients = open_hugging_face(StorageFolder(tmp_path / "gradients"))
     for name, parameter in model.named_parameters():
         wanted = gradients.read(name)
-        # In fp32, both are up to 1e-3 away from fp64: the first token of a document reads little,
-        # and its norm divides by that.
+        # The first token of a document reads little, and its norm divides by that: for six batches
+        # in fp32, transformers' gradients were up to 6e-4 away from fp64, ours 4e-4. A reference in
+        # fp64 must not cast to fp32, as transformers' rule does.
         assert (parameter.grad - wanted).norm() < 3e-3 * wanted.norm(), name
 
 
-@pytest.mark.parametrize("case", ["gpt2", "olmo2", "qwen3_next"])
+@pytest.mark.parametrize("case", ["gpt2", "olmo2", "qwen3_5_moe"])
 def test_parts_of_a_tensor_are_read_as_a_rank_reads_its_shards(tmp_path, case):
     family = family_of(case)
     transformers_model(case).save_pretrained(tmp_path)
@@ -377,6 +408,38 @@ def test_a_folder_without_the_prefix_is_read(tmp_path, case):
     model, _ = load(tmp_path)
     with torch.no_grad():
         assert torch.allclose(model(TOKENS), expected(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe"])
+def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path, case):
+    """As Qwen/Qwen3.5-35B-A3B is published: another prefix, stacked experts, and other parts."""
+    from safetensors.torch import save_file
+
+    expected = transformers_model(case)
+    expected.save_pretrained(tmp_path / "text")
+    _, source = load(tmp_path / "text")
+    tensors = {  # of the module, whose experts are stacked
+        name.replace("model.", "model.language_model."): tensor.clone()
+        for name, tensor in expected.state_dict().items()
+    }
+    assert tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (5, 48, 32)
+    others = {"model.visual.pos_embed.weight": torch.ones(4, 4), "mtp.fc.weight": torch.ones(4, 8)}
+    save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 1]}
+    config = {"tie_word_embeddings": False, "text_config": text, "vision_config": {"depth": 2}}
+    config |= {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = open_hugging_face(StorageFolder(tmp_path))
+    assert whole.sizes == source.sizes
+    for name, shape in parameter_shapes(source.spec, source.sizes).items():
+        assert torch.equal(whole.read(name), source.read(name)), name
+        offsets, lengths = [1, *[0] * (len(shape) - 1)], [shape[0] - 1, *shape[1:]]
+        assert torch.equal(whole.read(name, offsets, lengths), source.read(name)[1:]), name
+    double = {"model.norm.weight": torch.ones(32)}
+    save_file(tensors | others | double, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="not part of the model: model.language_model.norm"):
+        open_hugging_face(StorageFolder(tmp_path))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -505,6 +568,16 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
         ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
         ({"layer_types": ["full_attention", *["linear_attention"] * 3]}, "layer_types = ["),
     ],
+    "olmo_hybrid": [
+        ({"attention_bias": True}, "attention_bias = true (only false is supported)"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, 'rope_type = "yarn"'),
+        ({"linear_num_value_heads": None}, "linear_num_value_heads = null"),
+    ],
+    "qwen3_5": [
+        ({"attn_output_gate": False}, "attn_output_gate = false (only true is supported)"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+    ],
+    "qwen3_5_moe": [({"num_experts_per_tok": 1}, "num_experts_per_tok = 1")],
 }
 
 

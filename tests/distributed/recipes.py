@@ -12,6 +12,14 @@ SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size":
 GROUPED = {**SMALL, "n_kv_heads": 2}
 EXPERTS = {name: size for name, size in SMALL.items() if name != "hidden_dim"}
 EXPERTS |= {"n_experts": 4, "n_active_experts": 2, "expert_hidden_dim": 24}
+HEADS = {
+    "full_attention_every": 2,
+    "linear_key_heads": 2,
+    "linear_value_heads": 6,
+    "linear_key_dim": 8,
+    "linear_value_dim": 7,
+}
+LINEAR = {"head_dim": 12, "partial_rotary_factor": 0.5, **HEADS}
 CHANGES = {  # family -> changes of its debugmodel; the window crosses the shards of a sequence
     "qwen3": {**GROUPED, "head_dim": 12},
     "mistral": {**GROUPED, "window": 17},
@@ -20,25 +28,21 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
     # the first of two blocks has a window, or RoPE, or its base; with RoPE, the gradient of the
     # biases of keys is not zero
     "olmo3": {**GROUPED, "window": 17, "full_attention_every": 2, "rope_scaling_factor": 8.0},
+    "olmo_hybrid": {**GROUPED, **HEADS},
     "qwen2": GROUPED,
     "smollm3": {**GROUPED, "no_rope_every": 2},
     "gemma3": {**GROUPED, "head_dim": 12, "window": 17, "full_attention_every": 2},
     "mixtral": {**EXPERTS, "n_kv_heads": 2},
     "qwen3_moe": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12},
     "qwen3_next": {
-        **SMALL,
+        **GROUPED,
         **EXPERTS,
-        "n_kv_heads": 2,
-        "head_dim": 12,
-        "partial_rotary_factor": 0.5,
-        "full_attention_every": 2,
+        **LINEAR,
         "shared_hidden_dim": 20,
-        "linear_key_heads": 2,
-        "linear_value_heads": 6,
-        "linear_key_dim": 8,
-        "linear_value_dim": 7,
         "mtp_layers": 1,
     },
+    "qwen3_5": {**GROUPED, **LINEAR},
+    "qwen3_5_moe": {**EXPERTS, "n_kv_heads": 2, **LINEAR, "shared_hidden_dim": 20},
     "deepseek_v3": {
         **SMALL,
         **EXPERTS,
@@ -52,7 +56,12 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
     "glm4_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "n_expert_groups": 2},
     "gpt_oss": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12, "window": 17},
 }
-UNPLANNED = ("qwen3_next",)  # families that the planner refuses
+UNPLANNED = (
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+)  # families that the planner refuses
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
@@ -62,9 +71,6 @@ def recipe_of(family: str, **changes) -> Recipe:
     recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
     return replace(recipe, **changes)
 
-
-NO_EXPERTS = recipe_of("qwen3_next", steps=1)
-NO_EXPERTS = replace(NO_EXPERTS, sizes=replace(NO_EXPERTS.sizes, n_experts=0))
 
 # DeepSeek-V3 that predicts two further tokens
 FURTHER_TOKENS = recipe_of(

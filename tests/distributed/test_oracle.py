@@ -33,7 +33,6 @@ from tests.distributed.recipes import (
     CHANGES,
     FURTHER_TOKENS,
     MOE,
-    NO_EXPERTS,
     SIGMOID,
     SOFTMAX,
     SPARSE,
@@ -94,7 +93,7 @@ RECIPES = {
     "sinks, Muon": recipe_of("gpt_oss", optimizer="Muon", lr=1e-3),
     "linear attention, documents": recipe_of("qwen3_next", documents=True, steps=1),
     "linear attention, Muon": recipe_of("qwen3_next", optimizer="Muon", lr=1e-3),
-    "linear attention, no experts": NO_EXPERTS,
+    "linear attention, no experts": recipe_of("qwen3_5", steps=1),
     "further tokens": FURTHER_TOKENS,
     **{name: recipe_of(name) for name in CHANGES},
     # with 0.2, the parts of the second gradient of a router's bias cancel all but its rounding
@@ -221,14 +220,16 @@ tensor=4; [gpt2 + deepseek_v3] shard=2,tensor=2; [sinks, Muon] shard=2,tensor=2
     ; context=2,tensor=2,expert=2,recompute=full
 
 # qwen3_next
-shard=2; tensor=2; pipeline=2,microbatch=6; shard=2,expert=2; tensor=2,expert=2; replicate=2
-    ; shard=2,recompute=full; shard=2,recompute=op; context=2
+shard=2; tensor=2; pipeline=2,microbatch=6; shard=2,expert=2; replicate=2
+    ; [qwen3_5_moe] tensor=2,expert=2; context=2; [qwen3_5] tensor=2; pipeline=2,microbatch=6
+    ; [olmo_hybrid] shard=2; tensor=2; context=2
+    ; [qwen3_next] shard=2,recompute=full; shard=2,recompute=op; context=2
     ; [linear attention, documents] tensor=2; pipeline=2,microbatch=6,schedule=ZBVZeroBubble
     ; context=2,recompute=full; context=2,balancer=none
     ; [linear attention, Muon] shard=2; tensor=2
     ; [linear attention, no experts] tensor=2,compile=aot_eager,recompute=full
     ; context=2,compile=aot_eager
-context=4; [linear attention, documents] context=4; tensor=2,context=2
+context=4; replicate=2,shard=2; [linear attention, documents] context=4; tensor=2,context=2
     ; pipeline=2,context=2,microbatch=6
 
 # mixtral + qwen3_moe + glm4_moe + gpt_oss

@@ -41,6 +41,9 @@ PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or
     "gpt_oss": {"20B": 20.91, "120B": 116.83},  # arXiv 2508.10925, table 1
     # its page says 80B; 79.67B without the block for multi-token prediction, as transformers counts
     "qwen3_next": {"80B-A3B": 80},
+    # their names say so; text only
+    "qwen3_5": {"0.8B": 0.8, "2B": 2, "4B": 4, "9B": 9, "27B": 27},
+    "qwen3_5_moe": {"35B-A3B": 35, "122B-A10B": 122},
     "olmo2": {"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
     "olmo3": {"7B": 7.3, "32B": 32.2},  # arXiv 2512.13961
     # the safetensors of https://huggingface.co/Qwen/Qwen2.5-0.5B and so on
@@ -188,5 +191,5 @@ def test_muon_does_not_orthogonalize_the_weights_of_a_convolution():
     """Each row multiplies one channel: it is no matrix between hidden states."""
     family = FAMILIES["qwen3_next"]
     facts = MatrixFacts(family, family.flavors["debugmodel"])
-    assert not facts.is_hidden("layers.0.attention.convolve.weight", (512, 4))
+    assert not facts.is_hidden("layers.0.attention.convolve.q", (128, 4))
     assert facts.is_hidden("layers.0.attention.wqkvz.weight", (768, 256))

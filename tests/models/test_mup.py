@@ -175,9 +175,12 @@ def multiply_by(module, factor: float) -> None:
     module.register_forward_hook(lambda module, inputs, output: output * factor)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_norms_that_multiply_by_1_plus_weight_are_refused(name):
-    """Their weights start at 0, so a factor of the initial weights is not a multiplier."""
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gemma3", "multiply by 1 + weight"), ("olmo_hybrid", "not derived for the linear attention")],
+)
+def test_norms_that_multiply_by_1_plus_weight_and_linear_attention_are_refused(name, reason):
+    """The weights of such norms start at 0: a factor of the initial weights is no multiplier."""
     family = FAMILIES[name]
     (problem,) = check_mup_base(MupConfig(BASE), family, family.flavors["debugmodel"])
-    assert "multiply by 1 + weight" in problem.message
+    assert reason in problem.message

@@ -31,7 +31,7 @@ from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
-from titanlite.models.config_json import StoredPart
+from titanlite.models.config_json import MULTIMODAL_PREFIX, StoredPart
 from titanlite.storage import StorageFolder
 
 PUBLISHED_FILE = "hugging_face.json"  # in checkpoints: facts of the original Hugging Face folder
@@ -71,6 +71,7 @@ class StoredParameter:
     locations: tuple[TensorLocation, ...]  # several: one for each row, as experts are stacked
     is_stacked: bool
     part: StoredPart  # how each of these tensors contains it
+    first: int  # the outputs of other parameters before it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,20 +100,21 @@ class HuggingFaceFolder:
         shape = stored.shape
         lengths, offsets = lengths or shape, offsets or (0,) * len(shape)
         if not stored.is_stacked:
-            return next(self._read_parts(stored.locations, stored.part, offsets, lengths))
+            return next(self._read_parts(stored, stored.locations, offsets, lengths))
         (first, *offsets), (count, *lengths) = offsets, lengths
         rows = stored.locations[first : first + count]
-        parts = self._read_parts(rows, stored.part, offsets, lengths)
+        parts = self._read_parts(stored, rows, offsets, lengths)
         return torch.stack([part.to(stored.dtype) for part in parts])
 
     def _read_parts(
         self,
+        parameter: StoredParameter,
         locations: Sequence[TensorLocation],
-        part: StoredPart,
         offsets: Sequence[int],
         lengths: Sequence[int],
     ) -> Iterator[Tensor]:
         """The same part of several tensors; a file is opened once for consecutive ones."""
+        part, first = parameter.part, parameter.first
         for file_name, group in groupby(locations, lambda location: location.file):
             with _open_safetensors(self.folder, file_name) as file:
                 for location in group:
@@ -122,7 +124,7 @@ class HuggingFaceFolder:
                             scales = others.get_slice(location.scales.name)
                             values = part.read(Mxfp4Slice(stored, scales), offsets, lengths)
                     else:
-                        values = part.read(stored, offsets, lengths)
+                        values = part.read(stored, offsets, lengths, first)
                     # copied, as a slice keeps the file mapped
                     yield values.clone(memory_format=torch.contiguous_format)
 
@@ -146,7 +148,10 @@ def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFace
     mapping = spec.hugging_face
     if mapping.reads_mxfp4:
         locations = _join_blocks_and_scales(folder, locations)
-    stored_as = {name: mapping.stored_as(name, shape) for name, shape in shapes.items()}
+    if mapping.multimodal:
+        locations = _name_as_text_model(locations)
+    mapping = mapping.as_stored_in(locations)
+    stored_as = mapping.stored_as(shapes)
     prefix = mapping.optional_prefix
     if prefix and not any(stored.startswith(prefix) for stored in locations):
         stored_as = {
@@ -159,12 +164,17 @@ def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFace
             stored_as[name] = stored_as[original]
     expected = {name: shape for stored in stored_as.values() for name, shape in stored.items()}
     _check_tensors_match(folder, spec, locations, expected)
+    if ignored := locations.keys() - expected.keys():
+        lines = _format_names("tensors are not part of the model, and not read", ignored)
+        logger.info("%s: %s", folder, lines[0])
+    first = mapping.outputs_before(shapes)
     tensors = {
         name: StoredParameter(
             shapes[name],
             tuple(locations[stored] for stored in shapes_stored),
             mapping.is_stacked(name),
             mapping.part_of(name),
+            first[name],
         )
         for name, shapes_stored in stored_as.items()
     }
@@ -217,10 +227,14 @@ def read_model_config(
 
     `name`: the family to use if several have this architecture.
     """
-    config = _read_json_table(folder, CONFIG_FILE)
+    config = _read_text_config(folder)
     # Reversed, so that of several families with one architecture the first is kept: it can
     # represent all models of this architecture.
-    families = {spec.hugging_face.architecture: spec for spec in reversed(FAMILIES.values())}
+    families = {
+        name: spec
+        for spec in reversed(FAMILIES.values())
+        for name in spec.hugging_face.architectures
+    }
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -232,7 +246,7 @@ def read_model_config(
             f" supported: {', '.join(families)}."
         )
     spec = FAMILIES[name] if name else families[architectures[0]]
-    if spec.hugging_face.architecture != architectures[0]:
+    if architectures[0] not in spec.hugging_face.architectures:
         raise CheckpointError(
             f"{folder}: is a {architectures[0]}, which is not of the family {name}.",
             fix=f'Set model.name = "{families[architectures[0]].name}".',
@@ -249,7 +263,7 @@ def read_published_facts(folder: StorageFolder) -> dict[str, bytes]:
     The context length, the ids that end a text, generation_config.json and the chat template.
     Returns {name: bytes} of the file that keeps them in each checkpoint. Raises CheckpointError.
     """
-    config, files = _read_json_table(folder, CONFIG_FILE), folder.sizes()
+    config, files = _read_text_config(folder), folder.sizes()
     others = {
         name: _read_json_table(folder, f"{name}.json") if f"{name}.json" in files else {}
         for name in ("generation_config", "tokenizer_config")
@@ -311,6 +325,26 @@ def _read_header(folder: StorageFolder, file_name: str) -> dict[str, TensorLocat
             name: TensorLocation(file_name, name, torch.Size(part.get_shape()), part.get_dtype())
             for name, part in slices.items()
         }
+
+
+def _read_text_config(folder: StorageFolder) -> dict[str, Any]:
+    """config.json, with the keys of its `text_config`, which that of a multimodal model has."""
+    config = _read_json_table(folder, CONFIG_FILE)
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return {**config, **text, "architectures": config.get("architectures")}
+
+
+def _name_as_text_model(locations: dict[str, TensorLocation]) -> dict[str, TensorLocation]:
+    """The locations, with the text part of a multimodal model under the names of a text model."""
+
+    def text_name(name: str) -> str:
+        text = "model." + name.removeprefix(MULTIMODAL_PREFIX)
+        # a name that is there already is kept: the prefixed one is then refused
+        return text if name.startswith(MULTIMODAL_PREFIX) and text not in locations else name
+
+    return {text_name(name): location for name, location in locations.items()}
 
 
 def _join_blocks_and_scales(

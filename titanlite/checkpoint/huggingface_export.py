@@ -89,12 +89,12 @@ def write_hugging_face(
             exported = {name: tensors_to_write[name] for name in names}
             _write_shard(folder, file, spec, exported, tensors)
         if SINGLE_FILE not in shards:
-            stored_as = spec.hugging_face.stored_as
+            stored_as = spec.hugging_face.stored_as(shapes)
             weight_map = {
                 stored_name: file
                 for file, names in shards.items()
                 for name in names
-                for stored_name in stored_as(name, shapes[name])
+                for stored_name in stored_as[name]
             }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
@@ -170,10 +170,11 @@ def _write_shard(
     # The widest dtype first, so that the elements of every tensor are aligned.
     names_in_order = sorted(exported, key=lambda name: -exported[name].dtype.itemsize)
     mapping, stored = spec.hugging_face, _names_by_stored_tensor(spec, names_in_order)
+    stored_as = mapping.stored_as({name: tensor.shape for name, tensor in exported.items()})
     for name, *_ in stored.values():
         dtype = exported[name].dtype
         # The tensors of stacked experts follow each other, as their rows do.
-        for stored_name, shape in mapping.stored_as(name, exported[name].shape).items():
+        for stored_name, shape in stored_as[name].items():
             begin, end = end, end + shape.numel() * dtype.itemsize
             header[stored_name] = {
                 "dtype": CODE_OF_DTYPE[dtype],

@@ -42,14 +42,17 @@ class DeltaCache:
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution over the last W tokens of a document, and SiLU: [B, T, D].
 
-    `parts`: the channels are those of several tensors side by side, each with all of its heads.
+    The channels are those of queries, keys and values side by side, each with all of their heads.
     """
 
-    def __init__(self, parts: tuple[int, ...], width: int):
+    def __init__(self, keys: int, values: int, width: int):
         super().__init__()
-        self.parts, self.width = parts, width
-        self.weight = nn.Parameter(torch.empty(sum(parts), width))
-        nn.init.normal_(self.weight, std=0.02)
+        self.width = width
+        self.q = nn.Parameter(torch.empty(keys, width))
+        self.k = nn.Parameter(torch.empty(keys, width))
+        self.v = nn.Parameter(torch.empty(values, width))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.02)
         self._local: Callable[[Tensor], Tensor] = lambda weight: weight
 
     def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
@@ -67,8 +70,9 @@ class ShortConvolution(nn.Module):
         )
 
     def convolve(self, x: Tensor, before: Tensor, starts: Tensor | None) -> Tensor:
-        """`short_convolution` with this process's part of the weight."""
-        return short_convolution(x, self._local(self.weight), before, starts)
+        """`short_convolution` with this process's part of the weights."""
+        weight = torch.cat([self._local(weight) for weight in (self.q, self.k, self.v)])
+        return short_convolution(x, weight, before, starts)
 
 
 class DecayGate(nn.Module):

@@ -18,8 +18,10 @@ from titanlite.models.mixtral import MIXTRAL
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.olmo2 import OLMO2
 from titanlite.models.olmo3 import OLMO3
+from titanlite.models.olmo_hybrid import OLMO_HYBRID
 from titanlite.models.qwen2 import QWEN2
 from titanlite.models.qwen3 import QWEN3
+from titanlite.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from titanlite.models.qwen3_moe import QWEN3_MOE
 from titanlite.models.qwen3_next import QWEN3_NEXT
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router
@@ -35,12 +37,15 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     GPT2_FAMILY.name: GPT2_FAMILY,
     OLMO2.name: OLMO2,
     OLMO3.name: OLMO3,
+    OLMO_HYBRID.name: OLMO_HYBRID,
     QWEN2.name: QWEN2,
     SMOLLM3.name: SMOLLM3,
     GEMMA3.name: GEMMA3,
     MIXTRAL.name: MIXTRAL,
     QWEN3_MOE.name: QWEN3_MOE,
     QWEN3_NEXT.name: QWEN3_NEXT,
+    QWEN3_5.name: QWEN3_5,
+    QWEN3_5_MOE.name: QWEN3_5_MOE,
     DEEPSEEK_V3.name: DEEPSEEK_V3,
     GLM4_MOE.name: GLM4_MOE,
     GPT_OSS.name: GPT_OSS,

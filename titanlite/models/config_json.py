@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Generic
 
@@ -20,6 +21,7 @@ from titanlite.settings import type_hints
 from titanlite.settings.values import ValueRefused, convert
 
 EXPERT_INDEX = "{expert}"  # in Hugging Face's names
+MULTIMODAL_PREFIX = "model.language_model."  # there, of what is "model." in a text model
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,34 @@ class StoredPart:
 
     transposed: bool = False  # a matrix is stored as [in, out]
     index: int = 0  # which of the parameters that are concatenated along their outputs
-    count: int = 1  # how many are; all have the same shape
     unit_columns: bool = False  # [D, W] is stored as [D, 1, W], as by a depthwise nn.Conv1d
+    outputs: int = 0  # the dimension of the parameter's outputs; 1 behind that of experts
 
-    def stored_shape(self, shape: Sequence[int]) -> torch.Size:
-        """Shape of the stored tensor that contains a parameter of `shape`."""
-        rows, *columns = shape
-        stored = [rows * self.count, *[1] * self.unit_columns, *columns]
+    def stored_shape(self, shape: Sequence[int], outputs: int) -> torch.Size:
+        """Shape of the stored tensor that contains a parameter of `shape`.
+
+        `outputs`: those of all parameters in it.
+        """
+        stored = [*shape[: self.outputs], outputs, *shape[self.outputs + 1 :]]
+        stored[1:1] = [1] * self.unit_columns
         return torch.Size(reversed(stored) if self.transposed else stored)
 
-    def read(self, stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """`lengths` elements from `offsets` on of a parameter in `stored`, a safetensors slice."""
-        rows = stored.get_shape()[-1 if self.transposed else 0] // self.count
-        first = [self.index * rows + offsets[0], *offsets[1:]]
-        part: list[Any] = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
+    def read(
+        self, stored: Any, offsets: Sequence[int], lengths: Sequence[int], first: int = 0
+    ) -> Tensor:
+        """`lengths` elements from `offsets` on of a parameter in `stored`, a safetensors slice.
+
+        `first`: the outputs of the parameters before it.
+        """
+        starts = [start + first * (d == self.outputs) for d, start in enumerate(offsets)]
+        part: list[Any] = [slice(s, s + n) for s, n in zip(starts, lengths, strict=True)]
         if self.unit_columns:
             part.insert(1, 0)
         return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The stored tensor of all its parameters."""
-        joined = torch.cat(tuple(tensors)) if len(tensors) > 1 else tensors[0]
+        joined = torch.cat(tuple(tensors), self.outputs) if len(tensors) > 1 else tensors[0]
         if self.unit_columns:
             return joined.unsqueeze(1)
         return joined.t() if self.transposed else joined
@@ -118,10 +127,19 @@ class HuggingFaceMapping(Generic[SizesT]):
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     # keys of the supported scaling -> their only values, or the default of a size, with
     # "rope_type"; empty: none
+    ignored_rope: Sequence[str] = ()  # RoPE's keys that make no difference for text
     reads_mxfp4: bool = False  # tensors that are stored as NAME_blocks and NAME_scales
+    multimodal: str = ""  # architecture whose `text_config` and MULTIMODAL_PREFIX are this model's
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    # as `names`, of experts in a folder that stores those of a block as one tensor
     intervals: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     # keys with an entry for each block -> the usual entry, and that of every n-th block; n is a
     # size, and its default in `defaults`
+
+    @property
+    def architectures(self) -> list[str]:
+        """The architectures in config.json whose folders are read."""
+        return [name for name in (self.architecture, self.multimodal) if name]
 
     # --- tensors ----------------------------------------------------------------------------------
 
@@ -130,15 +148,40 @@ class HuggingFaceMapping(Generic[SizesT]):
         index = "".join(part for part in name.split(".") if part.isdigit())
         return self.names[_without_index(name)].replace("*", index)
 
-    def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-        """Hugging Face's names and shapes of the tensors that one of our parameters is stored in.
+    def stored_as(self, shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, torch.Size]]:
+        """Hugging Face's names and shapes of the tensors that each of our parameters is stored in.
 
         Several, if ours stacks the weights of experts.
         """
-        stored = self.name_of(name)
-        if EXPERT_INDEX not in stored:
-            return {stored: self.part_of(name).stored_shape(shape)}
-        return {stored.replace(EXPERT_INDEX, str(expert)): shape[1:] for expert in range(shape[0])}
+        outputs: Counter[str] = Counter()
+        for name, shape in shapes.items():
+            outputs[self.name_of(name)] += shape[self.part_of(name).outputs]
+
+        def stored(name: str, shape: torch.Size) -> dict[str, torch.Size]:
+            stored = self.name_of(name)
+            if EXPERT_INDEX not in stored:
+                return {stored: self.part_of(name).stored_shape(shape, outputs[stored])}
+            return {stored.replace(EXPERT_INDEX, str(row)): shape[1:] for row in range(shape[0])}
+
+        return {name: stored(name, shape) for name, shape in shapes.items()}
+
+    def outputs_before(self, shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+        """The outputs of other parameters before each of ours in the tensor that has it."""
+        outputs: Counter[str] = Counter()
+        before = {}
+        for name in sorted(shapes, key=lambda name: self.part_of(name).index):
+            before[name] = outputs[self.name_of(name)]
+            outputs[self.name_of(name)] += shapes[name][self.part_of(name).outputs]
+        return before
+
+    def as_stored_in(self, names: Container[str]) -> HuggingFaceMapping[SizesT]:
+        """This mapping for a folder with tensors of these names, which may stack its experts."""
+        if not any(stored.replace("*", "0") in names for stored in self.stacked.values()):
+            return self
+        parts = {
+            name: StoredPart(index=index, outputs=1) for index, name in enumerate(self.stacked)
+        }
+        return replace(self, names={**self.names, **self.stacked}, parts={**self.parts, **parts})
 
     def is_stacked(self, name: str) -> bool:
         """Whether one of our parameters is a tensor for each expert."""
@@ -237,7 +280,7 @@ class HuggingFaceMapping(Generic[SizesT]):
         required = fixed | (scaling if scaled else {"rope_type": "default"})
         values |= {key: rope.get(key, self.rope_scaling[key]) for key in sized}
         sizes = {name: values.get(key) for name, key in keys.items()}
-        known |= self.rope_scaling.keys()
+        known |= self.rope_scaling.keys() | set(self.ignored_rope)
         known |= self.fixed.keys() | ({LOCAL_ROPE_THETA} & self.defaults.keys())
         known |= {"partial_rotary_factor"} & {*keys.values()}
         both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}

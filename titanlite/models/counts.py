@@ -61,7 +61,7 @@ def _count_block(block: nn.Module) -> BlockCounts:
         elif isinstance(module, CausalAttention):
             window = module.window
         elif isinstance(module, ShortConvolution):
-            weights += module.weight.numel()
+            weights += sum(weight.numel() for weight in module.parameters())
         elif isinstance(module, DeltaRule):
             state = module.state_size
     return BlockCounts(weights, window, state)

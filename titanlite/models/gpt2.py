@@ -120,9 +120,9 @@ class GPT2(Decoder):
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 LAYERS = {  # layer of ours -> layer there, [in, out] instead of [out, in], and which part of it
-    "attention.wq": ("attn.c_attn", StoredPart(True, 0, 3)),
-    "attention.wk": ("attn.c_attn", StoredPart(True, 1, 3)),
-    "attention.wv": ("attn.c_attn", StoredPart(True, 2, 3)),
+    "attention.wq": ("attn.c_attn", StoredPart(True, 0)),
+    "attention.wk": ("attn.c_attn", StoredPart(True, 1)),
+    "attention.wv": ("attn.c_attn", StoredPart(True, 2)),
     "attention.wo": ("attn.c_proj", StoredPart(True)),
     "feed_forward.w1": ("mlp.c_fc", StoredPart(True)),
     "feed_forward.w2": ("mlp.c_proj", StoredPart(True)),

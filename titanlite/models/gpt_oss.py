@@ -79,13 +79,16 @@ class ExpertPart(StoredPart):
     """
 
     is_bias: bool = False
+    count: int = 1  # parameters in the tensor
+    outputs: int = 1
 
-    def stored_shape(self, shape: Sequence[int]) -> torch.Size:
-        experts, outputs, inputs = shape
-        outputs *= self.count
+    def stored_shape(self, shape: Sequence[int], outputs: int) -> torch.Size:
+        experts, _, inputs = shape
         return torch.Size([experts, outputs] if self.is_bias else [experts, inputs, outputs])
 
-    def read(self, stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    def read(
+        self, stored: Any, offsets: Sequence[int], lengths: Sequence[int], first: int = 0
+    ) -> Tensor:
         experts, outputs, inputs = (
             slice(first * turns, (first + n) * turns)
             for first, n, turns in zip(offsets, lengths, (1, self.count, 1), strict=True)

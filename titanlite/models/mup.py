@@ -70,6 +70,12 @@ def check_mup_base(
             fix="Remove [mup], or use another family.",
         )
         return
+    if "decay" in spec.init_roles.values():
+        yield ConfigError(
+            f'mup.base: muP is not derived for the linear attention of model.name = "{spec.name}".',
+            fix="Remove [mup], or use another family.",
+        )
+        return
     given = {name for name, value in dataclasses.asdict(config.base).items() if value is not None}
     known = {field.name for field in dataclasses.fields(sizes)}
     wrong = [f"it has no {name}" for name in sorted(given - known)]

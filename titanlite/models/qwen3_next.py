@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -32,44 +32,46 @@ from titanlite.models.rope import apply_rope
 from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
 from titanlite.settings import Range
 
+KeyHeads = Annotated[int, Range(1), "query and key heads of linear attention"]
+ValueHeads = Annotated[int, Range(1), "value heads of linear attention"]
+KeyDim = Annotated[int, Range(1), "elements of such a query or key head"]
+ValueDim = Annotated[int, Range(1), "elements of such a value head"]
+SharedHidden = Annotated[int, Range(1), "width of the expert that computes every token"]
+
 
 @dataclass(frozen=True)
-class Qwen3NextSizes(LlamaSizes):
-    """The sizes of one model: its keys of [model]."""
+class LinearSizes:
+    """The sizes of linear attention."""
 
-    hidden_dim: Annotated[int, Range(1), "width of the feed-forward layer; unused with experts"]
     _: KW_ONLY
-    n_experts: Annotated[int, Range(0), "routed experts per block; 0: a feed-forward layer"] = 512
-    n_active_experts: size.ActiveExperts = 10
-    expert_hidden_dim: size.ExpertHiddenDim = 512
-    shared_hidden_dim: Annotated[int, Range(1), "width of the expert that computes every token"] = (
-        512
-    )
     full_attention_every: Annotated[
         int, Range(1), "every n-th block has full attention, the others linear attention"
     ] = 4
-    linear_key_heads: Annotated[int, Range(1), "query and key heads of linear attention"] = 16
-    linear_value_heads: Annotated[int, Range(1), "value heads of linear attention"] = 32
-    linear_key_dim: Annotated[int, Range(1), "elements of such a query or key head"] = 128
-    linear_value_dim: Annotated[int, Range(1), "elements of such a value head"] = 128
+    linear_key_heads: KeyHeads = 16
+    linear_value_heads: ValueHeads = 32
+    linear_key_dim: KeyDim = 128
+    linear_value_dim: ValueDim = 128
     conv_width: Annotated[int, Range(2), "tokens that linear attention's convolution sees"] = 4
+
+
+@dataclass(frozen=True)
+class HybridSizes(LinearSizes, LlamaSizes):
+    """What Qwen's models with these two kinds of attention have in common."""
+
+    _: KW_ONLY
     vocab_size: size.VocabSize = 151_936
     head_dim: Annotated[int, Range(1), "elements per head of full attention"] = 256
     partial_rotary_factor: Annotated[float, Range(0, 1), "fraction of them that is rotated"] = 0.25
     rope_theta: size.RopeTheta = 10_000_000.0
     tied_embeddings: size.TiedEmbeddings = False
-    mtp_layers: OnePredictionLayer = 0  # published: 1
 
+    # class attributes: a dense model does not have these keys
+    n_experts = n_active_experts = expert_hidden_dim = shared_hidden_dim = 0
     qk_norm = True
 
     def is_full(self, block: int) -> bool:
         """Whether a block has full attention; the one for multi-token prediction has."""
         return size.is_every(self.full_attention_every, block) or block >= self.n_layers
-
-    def rotary_of(self, block: int) -> RopeSettings | None:
-        if not self.is_full(block):
-            return None
-        return int(self.head_dim * self.partial_rotary_factor), self.rope_theta, None
 
     @property
     def experts(self) -> ExpertSizes | None:
@@ -83,6 +85,24 @@ class Qwen3NextSizes(LlamaSizes):
             shared_gate=True,
         )
 
+    def rotary_of(self, block: int) -> RopeSettings | None:
+        if not self.is_full(block):
+            return None
+        return int(self.head_dim * self.partial_rotary_factor), self.rope_theta, None
+
+
+@dataclass(frozen=True)
+class Qwen3NextSizes(HybridSizes):
+    """The sizes of one model: its keys of [model]."""
+
+    hidden_dim: Annotated[int, Range(1), "width of the feed-forward layer; unused with experts"]
+    _: KW_ONLY
+    n_experts: Annotated[int, Range(0), "routed experts per block; 0: a feed-forward layer"] = 512
+    n_active_experts: size.ActiveExperts = 10
+    expert_hidden_dim: size.ExpertHiddenDim = 512
+    shared_hidden_dim: SharedHidden = 512
+    mtp_layers: OnePredictionLayer = 0  # published: 1
+
 
 class GatedAttention(Attention):
     """Llama's attention with a norm on each query and key head, and a gate on each output.
@@ -90,7 +110,7 @@ class GatedAttention(Attention):
     A head's queries and gates are projected by one matrix, as in the published tensors.
     """
 
-    def __init__(self, sizes: Qwen3NextSizes, block: int):
+    def __init__(self, sizes: HybridSizes, block: int):
         super().__init__(sizes, block)
         self.wq = nn.Linear(sizes.dim, 2 * sizes.n_heads * self.head_width, bias=False)
         self.q_norm = ZeroCentredNorm(self.head_width, eps=sizes.norm_eps)
@@ -112,26 +132,29 @@ class GatedAttention(Attention):
         return self.wo(out.flatten(-2))  # [B, T, H, K] -> [B, T, H*K]
 
 
-class GatedDeltaNet(nn.Module):
-    """Linear attention by the gated delta rule, behind a short convolution.
+class DeltaNet(nn.Module):
+    """Linear attention by the gated delta rule, behind a short convolution; subclasses project.
 
-    A matrix projects to the queries, keys, values and output gates of a key head, then to those of
-    the next, and another to the strengths and decays, as in the published tensors.
+    With a `max_strength` above 1, the eigenvalues of a token's change of the state may be negative.
     """
 
-    def __init__(self, sizes: Qwen3NextSizes):
+    def __init__(self, sizes: Any, norm_eps: float, max_strength: float = 1.0):
         super().__init__()
-        key_heads, value_heads = sizes.linear_key_heads, sizes.linear_value_heads
+        heads, self.max_strength = sizes.linear_value_heads, max_strength
         self.key_dim, self.value_dim = sizes.linear_key_dim, sizes.linear_value_dim
-        keys, values = key_heads * self.key_dim, value_heads * self.value_dim
-        self.shared_by = value_heads // key_heads  # value heads with the same query and key
-        self.wqkvz = nn.Linear(sizes.dim, 2 * keys + 2 * values, bias=False)
-        self.wba = nn.Linear(sizes.dim, 2 * value_heads, bias=False)
-        self.convolve = ShortConvolution((keys, keys, values), sizes.conv_width)
-        self.decay = DecayGate(value_heads)
-        self.delta_rule = DeltaRule(value_heads * self.key_dim * self.value_dim)
-        self.out_norm = nn.RMSNorm(self.value_dim, eps=sizes.norm_eps)
+        keys, values = sizes.linear_key_heads * self.key_dim, heads * self.value_dim
+        self.convolve = ShortConvolution(keys, values, sizes.conv_width)
+        self.decay = DecayGate(heads)
+        self.delta_rule = DeltaRule(heads * self.key_dim * self.value_dim)
+        self.out_norm = nn.RMSNorm(self.value_dim, eps=norm_eps)
         self.w_out = nn.Linear(values, sizes.dim, bias=False)
+
+    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Queries, keys and values; output gates; strengths before their sigmoid; decays [B, T, X].
+
+        A tensor-parallel rank has only those of some of the heads.
+        """
+        raise NotImplementedError
 
     def forward(
         self,
@@ -140,21 +163,42 @@ class GatedDeltaNet(nn.Module):
         documents: DocumentIndex | None = None,
         cache: DeltaCache | None = None,
     ) -> Tensor:
-        widths = [self.key_dim] * 2 + [self.shared_by * self.value_dim] * 2
-        # -1: a tensor-parallel rank has only some of the heads; [B, T, D] -> [B, T, Hk, X]
-        *qkv, gate = self.wqkvz(x).unflatten(-1, (-1, sum(widths))).split(widths, -1)
-        strength, decay = self.wba(x).unflatten(-1, (-1, 2, self.shared_by)).unbind(-2)
-        mixed = torch.cat([part.flatten(-2) for part in qkv], -1)
-        mixed = self.convolve(mixed, documents, cache)
-        q, k, v = mixed.split([part.shape[-2] * part.shape[-1] for part in qkv], -1)
+        qkv, gate, strength, decay = self.project(x)
+        mixed = self.convolve(torch.cat(qkv, -1), documents, cache)
+        q, k, v = mixed.split([part.shape[-1] for part in qkv], -1)
         q, k = (_unit_length(part.unflatten(-1, (-1, self.key_dim))) for part in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))  # -> [B, T, H, V]
-        decay, strength = self.decay(decay.flatten(-2)), strength.flatten(-2).float().sigmoid()
+        decay, strength = self.decay(decay), strength.float().sigmoid()
+        if self.max_strength != 1:
+            strength = self.max_strength * strength
         scaled = q * self.key_dim**-0.5
         out = self.delta_rule(scaled, k, v, decay, strength, documents, cache)
-        gate = F.silu(gate.flatten(-2).unflatten(-1, (-1, self.value_dim)).float())
+        gate = F.silu(gate.unflatten(-1, (-1, self.value_dim)).float())
         out = self.out_norm(out.to(v.dtype)) * gate
         return self.w_out(out.to(v.dtype).flatten(-2))
+
+
+class GatedDeltaNet(DeltaNet):
+    """Linear attention with joined projections.
+
+    A matrix projects to the queries, keys, values and output gates of a key head, then to those of
+    the next, and another to the strengths and decays, as in the published tensors.
+    """
+
+    def __init__(self, sizes: HybridSizes, norm_eps: float):
+        super().__init__(sizes, norm_eps)
+        key_heads, value_heads = sizes.linear_key_heads, sizes.linear_value_heads
+        self.shared_by = value_heads // key_heads  # value heads with the same query and key
+        self.widths = [self.key_dim] * 2 + [self.shared_by * self.value_dim] * 2
+        self.wqkvz = nn.Linear(sizes.dim, key_heads * sum(self.widths), bias=False)
+        self.wba = nn.Linear(sizes.dim, 2 * value_heads, bias=False)
+
+    def project(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        # -1: a tensor-parallel rank has only some of the heads; [B, T, D] -> [B, T, Hk, X]
+        joined = self.wqkvz(x).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
+        *qkv, gate = (part.flatten(-2) for part in joined)
+        strength, decay = self.wba(x).unflatten(-1, (-1, 2, self.shared_by)).unbind(-2)
+        return qkv, gate, strength.flatten(-2), decay.flatten(-2)
 
 
 def _unit_length(x: Tensor) -> Tensor:
@@ -166,19 +210,23 @@ def _unit_length(x: Tensor) -> Tensor:
 class Qwen3NextBlock(TransformerBlock):
     """Llama's block with zero-centered norms and one of the two kinds of attention."""
 
-    def __init__(self, sizes: Qwen3NextSizes, block: int):
-        attention = GatedAttention(sizes, block) if sizes.is_full(block) else GatedDeltaNet(sizes)
+    def __init__(self, sizes: Any, block: int, linear: type[DeltaNet]):
+        is_full = sizes.is_full(block)
+        attention = GatedAttention(sizes, block) if is_full else linear(sizes, sizes.norm_eps)
         super().__init__(sizes, attention, sizes.experts)
         self.attention_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
         self.ffn_norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
 
 
 class Qwen3Next(Decoder):
-    """The transformer of Qwen3-Next."""
+    """The transformer of Qwen3-Next; `linear` builds the linear attention of a block."""
 
-    def __init__(self, sizes: Qwen3NextSizes):
+    def __init__(self, sizes: Any, linear: type[DeltaNet] = GatedDeltaNet):
+        def build_block(index: int) -> nn.Module:
+            return Qwen3NextBlock(sizes, index, linear)
+
         norm = ZeroCentredNorm(sizes.dim, eps=sizes.norm_eps)
-        super().__init__(sizes, lambda block: Qwen3NextBlock(sizes, block), sizes.rotary_of, norm)
+        super().__init__(sizes, build_block, sizes.rotary_of, norm)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -187,7 +235,9 @@ NAMES = {
     **LLAMA_NAMES,
     "layers.*.attention.wqkvz.weight": "model.layers.*.linear_attn.in_proj_qkvz.weight",
     "layers.*.attention.wba.weight": "model.layers.*.linear_attn.in_proj_ba.weight",
-    "layers.*.attention.convolve.weight": "model.layers.*.linear_attn.conv1d.weight",
+    "layers.*.attention.convolve.q": "model.layers.*.linear_attn.conv1d.weight",
+    "layers.*.attention.convolve.k": "model.layers.*.linear_attn.conv1d.weight",
+    "layers.*.attention.convolve.v": "model.layers.*.linear_attn.conv1d.weight",
     "layers.*.attention.decay.A_log": "model.layers.*.linear_attn.A_log",
     "layers.*.attention.decay.dt_bias": "model.layers.*.linear_attn.dt_bias",
     "layers.*.attention.out_norm.weight": "model.layers.*.linear_attn.norm.weight",
@@ -205,12 +255,17 @@ MTP_NAMES = {
     "norm": "mtp.norm.weight",
 }
 
+PARTS = {
+    f"layers.*.attention.convolve.{part}": StoredPart(index=index, unit_columns=True)
+    for index, part in enumerate("qkv")
+}
+
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     sizes=Qwen3NextSizes,
     names=with_prediction_names(NAMES, "mtp.layers.0.", MTP_NAMES),
-    parts={"layers.*.attention.convolve.weight": StoredPart(unit_columns=True)},
+    parts=PARTS,
     own_keys={
         "n_experts": "num_experts",
         "expert_hidden_dim": "moe_intermediate_size",
@@ -250,24 +305,21 @@ HUGGING_FACE = HuggingFaceMapping(
 
 # --- the family -----------------------------------------------------------------------------------
 
+SMALL: dict[str, Any] = {
+    "linear_key_heads": 4,
+    "linear_value_heads": 8,
+    "linear_key_dim": 32,
+    "linear_value_dim": 32,
+}
+DEBUG: dict[str, Any] = {"vocab_size": 2048, "head_dim": 64, **SMALL}
+DEBUG_EXPERTS: dict[str, Any] = {
+    "n_experts": 16,
+    "n_active_experts": 4,
+    "expert_hidden_dim": 192,
+    "shared_hidden_dim": 192,
+}
 FLAVORS = {
-    "debugmodel": Qwen3NextSizes(
-        256,
-        4,
-        8,
-        2,
-        768,
-        n_experts=16,
-        n_active_experts=4,
-        expert_hidden_dim=192,
-        shared_hidden_dim=192,
-        linear_key_heads=4,
-        linear_value_heads=8,
-        linear_key_dim=32,
-        linear_value_dim=32,
-        vocab_size=2048,
-        head_dim=64,
-    ),
+    "debugmodel": Qwen3NextSizes(256, 4, 8, 2, 768, **DEBUG_EXPERTS, **DEBUG),
     # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
     "80B-A3B": Qwen3NextSizes(2048, 48, 16, 2, 5120),
 }
@@ -276,7 +328,7 @@ TP_PLAN = {
     **LLAMA3.tp_plan,
     "layers.*.attention.wqkvz": "colwise",
     "layers.*.attention.wba": "colwise",
-    "layers.*.attention.convolve": "own_channels",
+    "layers.*.attention.convolve": "per_head",
     "layers.*.attention.decay": "per_head",
     "layers.*.attention.out_norm": "heads",
     "layers.*.attention.w_out": "rowwise",
@@ -293,13 +345,13 @@ INIT_ROLES = {
 PARAMETER_ROLES = {
     "*.A_log": "gain",
     "*.dt_bias": "gain",
-    "*.convolve.weight": "gain",
+    "*.convolve.?": "gain",
     **LLAMA3.parameter_roles,
 }
 
 
-def check_qwen3_next_sizes(sizes: Qwen3NextSizes) -> Iterator[ConfigError]:
-    """Reject heads that do not fit together, and an odd number of rotated features."""
+def check_linear_heads(sizes: Any) -> Iterator[ConfigError]:
+    """Reject heads that do not fit together."""
     yield from check_heads(sizes)
     if sizes.linear_value_heads % sizes.linear_key_heads:
         yield ConfigError(
@@ -308,6 +360,11 @@ def check_qwen3_next_sizes(sizes: Qwen3NextSizes) -> Iterator[ConfigError]:
             " number of value heads.",
             fix=f"Use a divisor of {sizes.linear_value_heads}.",
         )
+
+
+def check_qwen3_next_sizes(sizes: Any) -> Iterator[ConfigError]:
+    """Reject heads that do not fit together, and an odd number of rotated features."""
+    yield from check_linear_heads(sizes)
     rotated = int(sizes.head_dim * sizes.partial_rotary_factor)
     if rotated % 2 or not rotated:
         yield ConfigError(

@@ -69,10 +69,8 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     "shared_by_heads": TensorParallelRole(lambda o: styles.SharedByHeads()),
     # norm of each attention head
     "heads": TensorParallelRole(lambda o: styles.LocalForward(styles.normalize_locally)),
-    # numbers for each head: attention sinks, decays
+    # numbers for each head: attention sinks, decays, weights of a depthwise convolution
     "per_head": TensorParallelRole(lambda o: styles.PerHead(), sharded_dim=0),
-    # depthwise convolution over the channels of heads
-    "own_channels": TensorParallelRole(lambda o: styles.OwnChannels()),
     # norm of the queries or keys of all heads together
     "projection": TensorParallelRole(
         lambda o: styles.ProjectionNorm(o.head_width), sharded_dim=0, whole_heads=True

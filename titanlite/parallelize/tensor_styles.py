@@ -186,10 +186,10 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
 
 
 class PerHead(ParallelStyle):
-    """A module with parameters [H], an element for each head; a rank has those of its heads."""
+    """A module whose parameters have rows for each head; a rank has those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, AttentionSinks | DecayGate)
+        assert isinstance(module, AttentionSinks | DecayGate | ShortConvolution)
         distribute_parameters(module, device_mesh, Shard(0))
         module.use_local(local_shard)
         return module
@@ -242,29 +242,6 @@ class SharedByHeads(ParallelStyle):
             lambda _, inputs: (inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:])
         )
         return module
-
-
-class OwnChannels(ParallelStyle):
-    """A depthwise convolution, of which a rank uses the channels of its heads.
-
-    They are those of queries, keys and values side by side, so a rank's are not consecutive. The
-    weight, which is small, is replicated.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, ShortConvolution)
-        distribute_parameters(module, device_mesh, Replicate())
-        module.use_local(_own_channels(module.parts, device_mesh))
-        return module
-
-
-@cache  # a function for each block would make torch.compile compile each block
-def _own_channels(parts: tuple[int, ...], tp: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    def select(weight: Tensor) -> Tensor:
-        ranks, rank = tp.size(), tp.get_local_rank()
-        return torch.cat([w.chunk(ranks)[rank] for w in replicated_local(weight).split(parts)])
-
-    return select
 
 
 class OutputLayerColwise(ParallelStyle):

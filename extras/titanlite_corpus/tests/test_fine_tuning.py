@@ -87,10 +87,7 @@ def build_pair(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     set_attention_kernel(model, family.attention_pattern, "flash", True)
     mapping = family.hugging_face
     reference = LlamaForCausalLM(LlamaConfig(**mapping.to_config(sizes, SEQ_LEN)))
-    weights = {
-        next(iter(mapping.stored_as(name, tensor.shape))): tensor
-        for name, tensor in model.state_dict().items()
-    }
+    weights = {mapping.name_of(name): tensor for name, tensor in model.state_dict().items()}
     reference.load_state_dict(weights)
     return model, reference
 

@@ -251,8 +251,6 @@ def _tolerances_of(deviations: list[StepTolerances]) -> StepTolerances:
 
 def _published_order(spec: ModelSpec, trace: StepTrace) -> list[str]:
     """Hugging Face's names in the order of `trace.order`."""
-    names: dict[str, None] = {}
-    for name in trace.order:
-        shape = trace.gradients[name].shape
-        names |= dict.fromkeys(spec.hugging_face.stored_as(name, shape))
-    return list(names)
+    shapes = {name: trace.gradients[name].shape for name in trace.order}
+    stored = spec.hugging_face.stored_as(shapes).values()
+    return list(dict.fromkeys(name for names in stored for name in names))
