@@ -115,7 +115,7 @@ def draw_job(seed: int, family: str = "") -> RandomJob:
         seq_len=rng.choice([24, 32, 48, 50]),
     )
     if family:
-        lr = min(recipe.lr, 0.05)  # deep models with norms around blocks amplify rounding
+        lr = min(recipe.lr, 0.02)  # deep models with norms around blocks amplify rounding
         recipe = replace(recipe, lr=lr, documents=rng.random() < 0.5)
     layout = Layout(
         **degrees,
