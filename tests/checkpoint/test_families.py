@@ -619,6 +619,8 @@ def test_selection_biases_stay_float32_in_an_export_of_another_dtype(tmp_path):
         family.flavors["tiny"], dim=31, n_layers=2, n_heads=3, n_experts=6, vocab_size=61
     )  # odd: a tensor of 16 bits may end in the middle of 4 bytes
     model = family.build(sizes)
+    for parameter in model.parameters():  # those of experts are not initialized: any number
+        torch.nn.init.normal_(parameter)
     moe = model.layers["1"].moe
     moe.router.expert_bias.copy_(0.7 + 0.001 * torch.arange(6))
     folder = export(tmp_path / "hf", family, model, dtype=torch.bfloat16)
