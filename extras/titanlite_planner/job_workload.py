@@ -39,7 +39,7 @@ def workload_of(job: Job) -> Workload:
         layout=_layout_of(job),
         seq_len=config.training.seq_len,
         numerics=_numerics_of(job),
-        **_recomputation_of(job),
+        **recomputation_of(job),
         loss_chunk_tokens=config.loss.chunk_tokens,
         compiled=config.compile.compiles("model"),
         counted_kernels=True,
@@ -158,7 +158,7 @@ def all_parameter_shapes(job: Job) -> list[tuple[str, torch.Size]]:
     return [*shapes, *more]
 
 
-def _recomputation_of(job: Job) -> dict[str, Any]:
+def recomputation_of(job: Job) -> dict[str, Any]:
     """The fields of `Workload` that say what is recomputed."""
     config = job.config.activation_checkpoint
     mode: Recompute = "per_operation" if config.per_operation else config.mode

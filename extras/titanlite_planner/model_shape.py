@@ -110,9 +110,10 @@ def _read_modules(
         model = build(sizes)
     if any(isinstance(module, DeltaRule) for module in model.modules()):
         raise ConfigError(
-            "the planner does not know linear attention: it cannot estimate the memory or the time"
-            " of this model.",
-            fix="Start a short job, which logs both.",
+            "the planner has no formulas for linear attention: it cannot estimate the memory or the"
+            " time of this model.",
+            fix="For the memory of one layout, use python -m titanlite_planner dry-run; a short job"
+            " logs both.",
         )
     blocks = list(model.get_submodule(blocks_path).children())
     parameters = dict(blocks[-1].named_parameters())

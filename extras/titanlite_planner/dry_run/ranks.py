@@ -38,10 +38,9 @@ from titanlite.training.step import StepHook, StepSettings, compute_gradients, f
 from titanlite_planner.dry_run.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite_planner.dry_run.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
 from titanlite_planner.forked import run_in_processes
-from titanlite_planner.job_workload import workload_of
-from titanlite_planner.memory.activations import BlockActivations
+from titanlite_planner.job_workload import recomputation_of
+from titanlite_planner.memory.activations import is_recomputed
 from titanlite_planner.stages import describe_stage
-from titanlite_planner.time.block import block_kinds
 
 CPU = torch.device("cpu")
 MAX_PROCESSES = 4  # each has 0.3 GB or more
@@ -127,15 +126,15 @@ def dry_run(job: Job) -> Iterator[RankStep]:
 def _kinds(job: Job) -> list[tuple[int, tuple[int, ...]]]:
     """(pipeline rank to run, all pipeline ranks of its kind)."""
     plan, prefix = job.pipeline, f"{job.spec.blocks_path}."
-    workload = workload_of(job)
-    of_block, activations = block_kinds(workload.model), BlockActivations(workload)
+    of_block, stored = job.spec.counts(job.sizes).blocks, recomputation_of(job)
+    mode, every = stored["recompute"], stored.get("recompute_every", 1)
 
     def of_module(name: str) -> Any:
         """What a module has in common with equal ones."""
         if not name.startswith(prefix):
             return name
         block = int(name.removeprefix(prefix))
-        return of_block[block], activations.recomputes(block)
+        return of_block[block], is_recomputed(mode, every, block)
 
     kinds: dict[Any, list[int]] = {}
     for rank in range(plan.ranks):

@@ -82,7 +82,9 @@ class StepRecorder:
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._add(leaf)
         packet = operation._overloadpacket
-        if packet in flop_registry:
+        if packet is torch.ops.aten.linalg_solve_triangular:
+            self.flops[self.phase] += _solve_flops(*args)
+        elif packet in flop_registry:
             self.flops[self.phase] += flop_registry[packet](*args, **kwargs, out_val=result)
         elif operation.namespace in ("c10d", _FUNCTIONAL):
             self._count_collective(operation, args, kwargs, result)
@@ -128,6 +130,11 @@ class StepRecorder:
             return
         kind = CollectiveKind(dimension, name)
         self.collectives.setdefault(kind, CollectiveTotal()).add(size)
+
+
+def _solve_flops(matrix: Tensor, right: Tensor, **kwargs: Any) -> int:
+    """FLOPs of a triangular system [..., C, C] for [..., C, X], which torch does not count."""
+    return right.numel() * matrix.shape[-1]
 
 
 _NAMES = (  # (part of the name of an operator of torch, name of the collective)

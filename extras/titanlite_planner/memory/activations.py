@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from titanlite_planner.memory.expert_activations import ExpertActivations, expert_activations
-from titanlite_planner.workload import Workload
+from titanlite_planner.workload import Recompute, Workload
 
 
 @dataclass(frozen=True)
@@ -287,13 +287,11 @@ class BlockActivations:
 
     def _kept(self, block: int) -> bool:
         """Whether "selective" leaves a block without recomputation."""
-        every = self.workload.recompute_every
-        return self.workload.recompute == "selective" and block % every != 0
+        return self.workload.recompute == "selective" and not self.recomputes(block)
 
     def recomputes(self, block: int) -> bool:
         """Whether backward computes block `block` again, in whole or in part."""
-        mode = self.workload.recompute
-        return mode not in ("none", "attention") and not self._kept(block)
+        return is_recomputed(self.workload.recompute, self.workload.recompute_every, block)
 
     def saves_input(self, block: int) -> bool:
         """Whether the input of block `block` itself is saved, not a copy of it in fp32."""
@@ -305,3 +303,13 @@ class BlockActivations:
         layout, width = self.workload.layout, self.workload.model.head_dim
         sequences = layout.micro_batch if layout.pipeline > 1 else 1
         return 2 * 4 * sequences * self.workload.seq_len / layout.context * width
+
+
+def is_recomputed(recompute: Recompute, every: int, block: int) -> bool:
+    """Whether backward computes block number `block` again, in whole or in part.
+
+    `every`: of "selective", which recomputes block 0 and each `every`-th behind it.
+    """
+    if recompute == "selective":
+        return block % every == 0
+    return recompute not in ("none", "attention")

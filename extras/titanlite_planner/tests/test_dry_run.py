@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.distributed.ranks import run_on_ranks
 from titanlite.errors import EXIT_USER_ERROR, UserError
@@ -14,6 +15,7 @@ from titanlite.parallelize.schedule import SCHEDULES
 from titanlite_lab.dispatch import run_command
 from titanlite_planner.__main__ import COMMANDS
 from titanlite_planner.dry_run.ranks import RankStep, _kinds, dry_run
+from titanlite_planner.dry_run.step_recorder import StepRecorder
 from titanlite_planner.memory.job import estimate_job_memory, job_traffic
 from titanlite_planner.memory.rank import RankMemory
 from titanlite_planner.tests.measured_step import measure_step
@@ -26,6 +28,7 @@ TIED = {"model.tied_embeddings": "true"}
 LARGE_VOCABULARY = {"model.vocab_size": 50_000}
 FP32 = {"training.mixed_precision_param": "float32"}
 ON_CPU = {"job.device": "cpu"}
+LINEAR = {"model.name": "qwen3_5", "model.full_attention_every": 2}
 # A CPU without bf16 units multiplies large matrices in bf16 40 times slower than in fp32.
 SHORT = {"training.seq_len": 64}
 LAYOUTS = {
@@ -212,6 +215,7 @@ NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no
     "name",
     [
         "FSDP 3, uneven",
+        "linear attention",
         pytest.param("PP 2", marks=NEEDS_BF16),
         pytest.param("tied, chunks", marks=NEEDS_BF16),
     ],
@@ -219,6 +223,7 @@ NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no
 def test_a_dry_run_equals_a_real_run(name):
     of_name = {
         "FSDP 3, uneven": (3, {**LAYOUTS["FSDP 3, uneven"][1], **SHORT}),
+        "linear attention": (2, {**LINEAR, **FP32}),
         "PP 2": (2, {**PIPELINE, **TIED}),
         "tied, chunks": (2, {**TIED, **SHORT, "model.vocab_size": 8000, "loss.chunk_tokens": 64}),
     }
@@ -231,6 +236,13 @@ def test_a_dry_run_equals_a_real_run(name):
         dry = step.resting
         assert rest == (dry.parameters, dry.gradients, dry.optimizer_state)
         assert peak == pytest.approx(step.peak_bytes, rel=0.03)
+
+
+def test_a_dry_run_counts_the_flops_of_triangular_systems():
+    recorder, solve = StepRecorder(lambda *_: ""), torch.ops.aten.linalg_solve_triangular.default
+    matrix, right = torch.ones(3, 8, 8), torch.ones(3, 8, 5)
+    recorder.observe(solve, (matrix, right), {"upper": False}, right)
+    assert recorder.flops.total() == 3 * 5 * (8 * 7 + 8)  # half of 2 * 8 * 8, with a division
 
 
 def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
