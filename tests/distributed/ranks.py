@@ -95,6 +95,25 @@ def _collect(connections: list[Connection], timeout: float) -> list:
     return results
 
 
+def share_gloo_device() -> None:
+    """Let all groups of this process send and receive in one thread.
+
+    gloo starts a thread for each group, which wakes 100 times a second. Layouts that share their
+    processes have dozens of groups: their idle threads took a quarter of the CPU time.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    start = ProcessGroupGloo.__init__
+    device = ProcessGroupGloo.create_default_device(lazy_init=False)  # a shared lazy one hangs
+
+    def start_with_device(group, store, rank, size, timeout):
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        start(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = start_with_device
+
+
 def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args):
     sys.path[:] = path
     gc.freeze()  # else gc would touch, and so copy, the pages that ranks share with the server
@@ -102,7 +121,6 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     import torch.distributed as dist
 
     from tests.fast_matmul import compute_matmuls_in_fp32
-    from titanlite.distributed.rendezvous import connect_gloo_on_demand
 
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open until the process is killed
     os.dup2(log.fileno(), 1)
@@ -110,7 +128,7 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     compute_matmuls_in_fp32()
-    connect_gloo_on_demand()
+    share_gloo_device()
     try:
         dist.init_process_group(
             "gloo",
