@@ -23,6 +23,7 @@ from titanlite.data import (
     SourceConfig,
     open_sample_stream,
     open_tokenizer,
+    prefetch,
     rank_slices,
 )
 from titanlite_corpus.bpe import train_bpe
@@ -45,7 +46,7 @@ def measure_stream(corpus: Path) -> dict[str, float]:
 
     loaders: dict[str, Callable[[], Iterator]] = {
         "read": lambda: (stream.read(p, batch) for p in range(0, 10**9, batch)),
-        "prefetch thread": lambda: stream.prefetch(rank_slices(0, repeat(batch), 0, 1)),
+        "prefetch thread": lambda: prefetch(stream.read, rank_slices(0, repeat(batch), 0, 1)),
     }
     if importlib.util.find_spec("torchdata"):
         from torchdata.stateful_dataloader import StatefulDataLoader

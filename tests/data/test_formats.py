@@ -13,7 +13,14 @@ import torch
 from conftest import HANG_SECONDS, ROOT
 from tests.data.npy_format import open_npy
 from tests.data.test_stream import BYTES, SEQ_LEN, VOCAB_SIZE, open_mixture, write_corpus
-from titanlite.data import FORMATS, SampleOrder, SourceConfig, open_token_source, open_validation
+from titanlite.data import (
+    FORMATS,
+    SampleOrder,
+    SourceConfig,
+    open_token_source,
+    open_validation,
+    prefetch,
+)
 from titanlite.errors import DataError, UserErrors
 
 
@@ -55,8 +62,8 @@ def test_another_format_mixes_with_shards(mixture):
 def test_another_format_resumes_at_any_position(mixture):
     sources, _ = mixture
     slices = [(position, 4) for position in range(0, 200, 4)]
-    uninterrupted = list(open_mixture(sources).prefetch(slices))
-    resumed = list(open_mixture(sources).prefetch(slices[31:]))
+    uninterrupted = list(prefetch(open_mixture(sources).read, slices))
+    resumed = list(prefetch(open_mixture(sources).read, slices[31:]))
     for (inputs, labels), (expected_inputs, expected_labels) in zip(
         resumed, uninterrupted[31:], strict=True
     ):

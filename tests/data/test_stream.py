@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import HANG_SECONDS
 from titanlite.data import (
     BatchDump,
     CorpusChecks,
@@ -24,6 +20,7 @@ from titanlite.data import (
     open_sample_stream,
     open_tokenizer,
     open_validation,
+    prefetch,
 )
 from titanlite.errors import DataError, UserErrors
 from titanlite.labels import IGNORE_INDEX
@@ -106,7 +103,7 @@ def test_prefetch_returns_the_requested_batches_in_order(mixture):
     stream = open_mixture(mixture[0])
     slices = [(position, 3) for position in range(0, 60, 7)]
     for ahead in (1, 2, 50):
-        batches = list(stream.prefetch(iter(slices), ahead))
+        batches = list(prefetch(stream.read, iter(slices), ahead))
         for (inputs, labels), (position, sequences) in zip(batches, slices, strict=True):
             assert torch.equal(inputs, stream.read(position, sequences)[0])
             assert torch.equal(labels, stream.read(position, sequences)[1])
@@ -119,15 +116,15 @@ def prefetch_threads() -> list[threading.Thread]:
 def test_prefetch_leaves_no_thread_however_it_ends(mixture):
     stream = open_mixture(mixture[0])
     endless = ((position, 2) for position in range(0, 10**9, 2))
-    batches = stream.prefetch(endless)
+    batches = prefetch(stream.read, endless)
     next(batches)
     assert len(prefetch_threads()) == 1
     batches.close()
     assert prefetch_threads() == []
-    list(stream.prefetch([(0, 1)]))
+    list(prefetch(stream.read, [(0, 1)]))
     assert prefetch_threads() == []
     with pytest.raises(ZeroDivisionError):
-        for _ in stream.prefetch((1 // (3 - i), 1) for i in range(9)):
+        for _ in prefetch(stream.read, ((1 // (3 - i), 1) for i in range(9))):
             pass
     assert prefetch_threads() == []
 
@@ -142,55 +139,12 @@ class RacingQueue(SimpleQueue):
 def test_closing_a_reader_does_not_wait_for_a_request_that_its_thread_has_taken(monkeypatch):
     """Else a run could hang after its last step."""
     monkeypatch.setattr(background, "SimpleQueue", RacingQueue)
-    reader = background.BackgroundReader(lambda position, sequences: position, "prefetch", None)
-    assert reader.wait(reader.submit(7, 1), "") == 7
+    reader = background.BackgroundReader(lambda position, sequences: position)
+    assert reader.submit((7, 1)).result() == 7
     closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
     closing.join(10)
     assert not closing.is_alive() and prefetch_threads() == []
-
-
-def test_a_batch_that_is_read_just_after_the_time_limit_is_not_lost(monkeypatch):
-    monkeypatch.setattr(background, "wait", lambda futures, timeout: futures[0].set_result("batch"))
-    reader = background.BackgroundReader(lambda position, sequences: None, "prefetch", 1.0)
-    assert reader.wait(Future(), "") == "batch"
-    reader.close()
-
-
-HANGING = """
-import os, sys
-from pathlib import Path
-from titanlite.data import SourceConfig, open_sample_stream, open_validation
-from titanlite.errors import UserError, format_error
-
-source, use = SourceConfig("a", sys.argv[1]), sys.argv[2]
-options = dict(seq_len=16, vocab_size=258)
-stream = open_sample_stream([source], seed=0, **options)
-held_out = open_validation(source, timeout_seconds=1, **options)
-for file in Path(sys.argv[1]).glob("*.bin"):  # from here on, opening it never returns
-    file.unlink()
-    os.mkfifo(file)
-try:
-    if use == "train":
-        next(stream.prefetch([(0, 2)], timeout_seconds=1))
-    else:
-        held_out.read(0, 2)
-except UserError as error:
-    print(format_error(error), file=sys.stderr)
-    sys.exit(error.code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use", ["train", "validation"])
-def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
-    """The process must exit although its thread still hangs."""
-    write_corpus(tmp_path, 500)
-    command = [sys.executable, "-c", HANGING, str(tmp_path), use]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert child.returncode == 2 and "Traceback" not in child.stderr
-    assert f"samples 0…1 of {tmp_path}: was not read within 1 s" in child.stderr
-    assert "not read after 0.1 s; the run ends after 1 s" in child.stderr  # the warning
 
 
 def write_bad_id(folder: Path) -> None:
@@ -207,7 +161,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_that_names_the_token(mixture):
     stream = open_mixture(sources[:1], checks=CorpusChecks(verify="off"))
     good_batches = 0
     with pytest.raises(DataError, match='"a".*token 500 has the id 40000, outside 0…257'):
-        for _ in stream.prefetch((position, 1) for position in range(10**6)):
+        for _ in prefetch(stream.read, ((position, 1) for position in range(10**6))):
             good_batches += 1
     assert 0 < good_batches < 43 and prefetch_threads() == []
 

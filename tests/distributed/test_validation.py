@@ -27,6 +27,7 @@ from titanlite.data import (
     open_sample_stream,
     open_tokenizer,
     open_validation,
+    prefetch,
     rank_slices,
 )
 from titanlite.data.shards import open_corpus
@@ -116,7 +117,7 @@ def test_a_global_batch_has_the_same_samples_in_the_same_order_on_any_ranks(rank
     steps, batch, position = 5, 12, 7
     expected = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
     by_rank = [
-        islice(stream.prefetch(rank_slices(position, repeat(batch), rank, ranks)), steps)
+        islice(prefetch(stream.read, rank_slices(position, repeat(batch), rank, ranks)), steps)
         for rank in range(ranks)
     ]
     for batch_inputs, slices in zip(expected, zip(*by_rank, strict=True), strict=True):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from titanlite.data.background import prefetch
 from titanlite.data.dump import BatchDump
 from titanlite.data.formats import FORMATS, TEXT, open_token_source
 from titanlite.data.mixing import (

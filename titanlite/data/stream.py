@@ -8,17 +8,14 @@ includes those last ids.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.background import BackgroundReader
 from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
@@ -42,7 +39,7 @@ from titanlite.data.text_source import LanePositions
 from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
-from titanlite.settings import Positive, raise_together
+from titanlite.settings import raise_together
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,6 @@ class DataConfig:
     verify: Literal["sample", "full", "off"] = "sample"
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
-    read_timeout_seconds: Positive = 300
-    # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
-    # respond
 
     def checks(self, verify_slice: tuple[int, int] | None) -> CorpusChecks:
         """What to verify when a source is opened.
@@ -225,39 +219,6 @@ class SampleStream:
     def sources_without(self, document_end_id: int) -> list[str]:
         """Names of the sources whose last id is not `document_end_id`."""
         return [source.name for source in self._sources if source.lacks_end(document_end_id)]
-
-    def prefetch(
-        self,
-        slices: Iterable[tuple[int, int]],
-        ahead: int = 2,
-        timeout_seconds: float | None = None,
-        prepare: Callable[[Tensor, Tensor], Any] | None = None,
-    ) -> Iterator[Any]:
-        """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
-
-        `prepare` also runs in the background, with the tensors of `read`; what it returns replaces
-        them. An error in the background is raised at the batch it belongs to; DataError if a batch
-        takes more than `timeout_seconds`. The thread ends with the iterator, however that ends.
-        """
-
-        def read(position: int, sequences: int) -> Any:
-            tensors = self.read(position, sequences)
-            return tensors if prepare is None else prepare(*tensors)
-
-        slices = iter(slices)
-        reader = BackgroundReader(read, "prefetch", timeout_seconds)
-        paths = ", ".join(source.path for source in self._sources)
-        try:
-            pending = deque((s, reader.submit(*s)) for s in islice(slices, max(1, ahead)))
-            while pending:
-                (position, sequences), future = pending.popleft()
-                description = f"training samples {position}…{position + sequences - 1} of {paths}"
-                batch = reader.wait(future, description)
-                del future
-                pending.extend((s, reader.submit(*s)) for s in islice(slices, 1))
-                yield batch
-        finally:
-            reader.close()
 
 
 def open_sample_stream(

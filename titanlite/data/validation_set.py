@@ -9,7 +9,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titanlite.data.background import BackgroundReader
 from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
 from titanlite.data.sample_source import (
@@ -37,15 +36,12 @@ class ValidationSet:
         self,
         source: StoredSamples,
         seq_len: int,
-        timeout_seconds: float | None = None,
         tokenizer: Tokenizer | None = None,
     ):
         self.name, self.seq_len, self._source = source.name, seq_len, source
         self._tokenizer = tokenizer
         self.bos = source.bos
         self.samples = source.samples(seq_len, whole=False)
-        self._timeout = timeout_seconds
-        self._reader: BackgroundReader | None = None
 
     @cached_property
     def token_bytes(self) -> Tensor | None:
@@ -57,16 +53,8 @@ class ValidationSet:
         """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.
 
         Past the end of the source, also in sequences past the last sample, labels are IGNORE_INDEX.
-        Raises DataError, also if reading takes longer than the time limit.
+        Raises DataError.
         """
-        if self._timeout is None:
-            return self._read_now(start, sequences)
-        if self._reader is None:  # a set that is never read needs no thread
-            self._reader = BackgroundReader(self._read_now, "validation", self._timeout)
-        description = f"validation samples {start}…{start + sequences - 1} of {self._source.path}"
-        return self._reader.wait(self._reader.submit(start, sequences), description)
-
-    def _read_now(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         if self._source.is_packed:
             return self._read_windows(start, sequences)
         length, tokens = self.seq_len, self._source.tokens
@@ -134,12 +122,8 @@ def open_validation(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     checks: CorpusChecks | None = None,
-    timeout_seconds: float | None = None,
 ) -> ValidationSet:
-    """Open all of a source as a validation set; raises DataError.
-
-    `timeout_seconds`: limit for one read.
-    """
+    """Open all of a source as a validation set; raises DataError."""
     if config.format == TEXT:
         try:
             source: TokenSource = TokenizedText(config, tokenizer)
@@ -151,7 +135,7 @@ def open_validation(
         source = open_token_source(config.format, config.path, checks, files)
     check_window_length(config, source, "validation.seq_len", seq_len)
     checked = check_stored_samples(config, source, 2, vocab_size, tokenizer)
-    return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)
+    return ValidationSet(checked, seq_len, tokenizer)
 
 
 def _byte_counts(tokenizer: Tokenizer, vocab_size: int) -> Tensor:

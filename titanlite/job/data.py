@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.data import (
     TEXT,
@@ -19,6 +18,7 @@ from titanlite.data import (
     open_sample_stream,
     open_tokenizer,
     open_validation,
+    prefetch,
     rank_slices,
     repeated_sources,
 )
@@ -79,7 +79,6 @@ def open_job_validation(
                 checks=config.data.checks(verify_slice),
                 seq_len=config.validation.seq_len,
                 vocab_size=vocab_size,
-                timeout_seconds=config.data.read_timeout_seconds,
             )
             opened.append(validation_set)
         except UserError as error:
@@ -161,14 +160,13 @@ def build_batches(
     the model is on a GPU."""
     pin = mesh.batch.device_type == "cuda"
 
-    def prepare(inputs: Tensor, labels: Tensor) -> Batch:
-        batch = engine.prepare(inputs, labels)
+    def read(position: int, sequences: int) -> Batch:
+        batch = engine.prepare(*stream.read(position, sequences))
         return batch.pin_memory() if pin else batch
 
     batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
     slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size(), windows)
-    timeout = job.config.data.read_timeout_seconds
-    return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
+    return prefetch(read, slices)
 
 
 def build_batch_dump(job: Job, stream: SampleStream) -> Callable[[int, int, int], str]:

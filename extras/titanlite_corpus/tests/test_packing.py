@@ -17,6 +17,7 @@ from titanlite.data import (
     open_sample_stream,
     open_token_source,
     open_validation,
+    prefetch,
     rank_slices,
 )
 from titanlite.data.packed import open_packed
@@ -159,7 +160,8 @@ def test_every_split_over_ranks_and_every_start_reads_the_same_samples(packed):
     inputs, labels = stream.read(8, 16)
     for ranks in (1, 2, 4):
         slices = [rank_slices(8, repeat(8), rank, ranks) for rank in range(ranks)]
-        parts = [[next(batches) for _ in range(2)] for batches in map(stream.prefetch, slices)]
+        batches = [prefetch(stream.read, of_rank) for of_rank in slices]
+        parts = [[next(of_rank) for _ in range(2)] for of_rank in batches]
         ordered = [part for step in zip(*parts, strict=True) for part in step]
         assert torch.equal(torch.cat([part[0] for part in ordered]), inputs)
         assert torch.equal(torch.cat([part[1] for part in ordered]), labels)
