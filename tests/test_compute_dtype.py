@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
-import sys
 
 import pytest
 
-from conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import run_on_ranks
 from titanlite.job import read, read_job
 from titanlite.job.start import check_compute_dtypes
@@ -67,25 +63,3 @@ def check_on_different_cpus() -> str:
 def test_ranks_on_different_cpus_do_not_compute_in_different_dtypes():
     for message in run_on_ranks(check_on_different_cpus, 2):
         assert "rank 0 computes in bfloat16 and rank 1 in float32" in message
-
-
-@pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA affects x86 CPUs only"
-)
-def test_train_warns_if_bf16_is_slower_than_float32(run_toml, tmp_path):
-    arguments = ["--job.config_file", str(run_toml), "--training.steps", "1"]
-    arguments += ["--job.dump_folder", str(tmp_path / "bf16")]
-    without_bf16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "train.py", *arguments, "--training.mixed_precision_param", "bfloat16"],
-        cwd=ROOT,
-        env={**os.environ, **without_bf16},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert process.returncode == 0, process.stderr
-    assert (
-        'mixed_precision_param = "bfloat16" is slower than "float32" on this CPU' in process.stderr
-    )
-    assert "--training.mixed_precision_param float32" in process.stderr

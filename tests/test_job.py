@@ -116,11 +116,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "the last 50 steps would learn nothing",
         ),
         (
-            ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
-            1,
-            "Disable one of the two",
-        ),
-        (
             ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
             1,
             "Muon would compute matmuls on the CPU",
@@ -440,7 +435,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
         (["--model.converters", "mx"], 1, '(mx): must be "quantize.linear.float8".'),
-        (["--optimizer.offload", "true"], 1, "so the optimizer state is in host memory already"),
         (["--optimizer.name", "AdamX"], 1, 'Did you mean "Adam"?'),
         (
             ["--model.name=glm4_moe", "--model.mtp_layers=3", "--training.seq_len=3"],
@@ -626,7 +620,6 @@ def test_independent_errors_are_all_reported(run_toml):
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
         ["--attention.mask", "document", "--data.tokenizer", "none"],
         [*NOISE_SCALE, "--parallelism.fsdp_gradient_reduction", "last_microbatch"],
         ["--training.batch_size_ramp", "junk", "--training.global_batch_size", "8"],

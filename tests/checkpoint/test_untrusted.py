@@ -35,7 +35,7 @@ from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.manifest import FileRecord, manifest_hash
 from titanlite.errors import CheckpointError
 from titanlite.runtime.lease import parse_holder
-from titanlite.runtime.start_log import last_step, read_starts
+from titanlite.runtime.start_log import read_starts
 from titanlite.storage import StorageFolder
 
 
@@ -442,4 +442,4 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_fix(tmp_path):
 
 def test_deeply_nested_json_in_the_start_log_and_lease_is_ignored():
     deep = DEEP.encode()
-    assert read_starts(deep) == [] and last_step(deep) == 0 and parse_holder(deep) is None
+    assert read_starts(deep) == [] and parse_holder(deep) is None

@@ -18,7 +18,6 @@ from titanlite.data.text_files import describe_file, find_files
 from titanlite.errors import UserError
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import read_schedule_csv
-from titanlite.runtime.start_log import last_step
 from titanlite.storage import StorageFolder
 from titanlite_corpus.chat.encode import ChatEncoder
 from titanlite_corpus.chat.template import open_chat_template
@@ -91,7 +90,6 @@ def run_command(main: Callable[[list[str]], int], *argv: object) -> None:
 
 
 def report_and_compare(path: Path) -> None:
-    last_step((path / "metrics.jsonl").read_bytes())
     comparison = compare_runs(path, path, 1e-4)
     format_comparison(comparison), verdict(comparison)
     run_command(report_run.main, path)

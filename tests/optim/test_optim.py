@@ -120,7 +120,6 @@ GROUP = {"match": ["output.*"]}
         ),
         ({"name": "Muon", "offload": True}, "Those with offload: AdamW, Adam."),
         ({"name": "Muon", "momentum": 0.9}, "Those with momentum: SGD."),
-        ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
         (
             {"name": "Muon", "state_dtype": "8bit"},
             'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 or',

@@ -171,12 +171,11 @@ def _open_shards(
     shards: list[CorpusShard] = []
     begin = 0
     for record, sample, name, header in zip(manifest.shards, samples, names, headers, strict=True):
-        ids_type, _, _ = parse_header(f"{folder}/{name}", record.idx_bytes, header)
+        ids_type, _ = parse_header(f"{folder}/{name}", record.idx_bytes, header)
         if record.tokens * ids_type.itemsize != record.bin_bytes:
             raise damaged_error(f"{folder}/{name}")
-        path, size = f"{record.name}.bin", record.bin_bytes
-        shard = CorpusShard(path, ids_type, begin, record.tokens, size, record.documents, sample)
-        shards.append(shard)
+        path = f"{record.name}.bin"
+        shards.append(CorpusShard(path, ids_type, begin, record.tokens, record.bin_bytes, sample))
         begin += record.tokens
     return shards
 

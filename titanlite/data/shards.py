@@ -66,7 +66,6 @@ class Corpus(TokenSource):
         files: OpenFiles,
     ):
         self.path, self.manifest, self._files = path, manifest, files
-        self.documents = sum(shard.documents for shard in shards)
         self._shards = [shard for shard in shards if shard.tokens]
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
         self.tokens = int(self._ends[-1]) if self._shards else 0
@@ -166,7 +165,6 @@ class CorpusShard:
     begin: int  # ids of the corpus before this shard
     tokens: int
     bytes: int
-    documents: int
     sample: str | None  # hash_sampled_blocks() of the .bin; None if not sampled
 
 
@@ -324,17 +322,15 @@ def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> CorpusS
     """Read the index of a shard and check the sizes of both files; raises DataError."""
     size = idx.stat().st_size
     with open(idx, "rb") as file:
-        ids_type, sequences, entries = parse_header(idx, size, file.read(INDEX_HEADER.size))
+        ids_type, sequences = parse_header(idx, size, file.read(INDEX_HEADER.size))
         end = _end_of_last_sequence(file, sequences, ids_type.itemsize)
-        documents = _count_documents(file, sequences, entries)
     if bin.stat().st_size != end:
         raise wrong_size_error(bin, bin.stat().st_size, end, idx.name)
-    tokens = end // ids_type.itemsize
-    return CorpusShard(str(bin), ids_type, begin, tokens, end, documents, sample)
+    return CorpusShard(str(bin), ids_type, begin, end // ids_type.itemsize, end, sample)
 
 
-def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, int, int]:
-    """(type of an id, sequences, entries of the last array) of an index of `size` bytes.
+def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, int]:
+    """(type of an id, number of sequences) of an index of `size` bytes.
 
     Raises DataError if the header is not valid or `size` does not fit it.
     """
@@ -356,7 +352,7 @@ def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, i
         )
     if size != expected:
         raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
-    return ID_TYPES[code], sequences, entries
+    return ID_TYPES[code], sequences
 
 
 def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int:
@@ -368,14 +364,3 @@ def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int
     file.seek(INDEX_HEADER.size + 12 * sequences - 8)
     (start,) = struct.unpack("<q", file.read(8))
     return start + length * id_bytes
-
-
-def _count_documents(file: IO[bytes], sequences: int, entries: int) -> int:
-    """Number of documents; if the list of documents is not valid, each sequence counts as one."""
-    if entries < 2:
-        return sequences
-    file.seek(INDEX_HEADER.size + 12 * sequences)
-    (first,) = struct.unpack("<q", file.read(8))
-    file.seek(INDEX_HEADER.size + 12 * sequences + 8 * (entries - 1))
-    (last,) = struct.unpack("<q", file.read(8))
-    return entries - 1 if (first, last) == (0, sequences) else sequences

@@ -69,12 +69,6 @@ def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
             " on CPUs.",
             fix=f'Use "auto", or {", ".join(CPU_KERNELS)}.',
         )
-    if config.optimizer.offload:
-        yield ConfigError(
-            "optimizer.offload = true: this job runs on CPUs, so the optimizer state is in host"
-            " memory already.",
-            fix='Remove optimizer.offload, or set job.device = "cuda".',
-        )
     if config.profiling.enable_memory_snapshot:
         yield ConfigError(
             "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"

@@ -167,12 +167,6 @@ def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
 def check_update_options(config: JobConfig) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
     training, in_backward = config.training, config.optimizer.early_step_in_backward
-    if config.optimizer.offload and training.enable_cpu_offload:
-        yield ConfigError(
-            "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
-            " optimizer state in host memory, with the parameters and gradients.",
-            fix="Disable one of the two.",
-        )
     if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
         yield ConfigError(
             f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"

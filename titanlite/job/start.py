@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import gather_from_all_ranks
@@ -15,7 +13,7 @@ from titanlite.job.config import JobConfig, changed_settings
 from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
 from titanlite.job.job import Job
 from titanlite.log import logger
-from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter, measure_matmul_flops
+from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter
 from titanlite.runtime import RunFolderLock
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.weight_average import average_of
@@ -121,7 +119,6 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     logger.info("%s", job.summary(rank.device, meter.peak_flops))
     if rank.device.type == "cpu":
         check_compute_dtypes(job.config.training.mixed_precision_param)
-        warn_if_dtype_is_slow(job, meter, rank)
     return meter
 
 
@@ -134,26 +131,6 @@ def check_compute_dtypes(own: str) -> None:
             f" {other} in {dtypes[other]}, because only one of their CPUs has bfloat16 units.",
             fix='Set it to "bfloat16" or "float32".',
         ).mark_on_all_ranks()
-
-
-def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:
-    """Log a warning if this CPU computes faster in float32 than in the compute dtype.
-
-    Call it on all ranks at the same time, because they share the CPU during training, too.
-    """
-    dtype = job.config.training.mixed_precision_param
-    if dtype == "float32" or meter.peak_flops is None:
-        return
-    fp32 = measure_matmul_flops(torch.float32, rank.device)
-    if fp32 > meter.peak_flops:
-        logger.warning(
-            'training.mixed_precision_param = "%s" is slower than "float32" on this CPU: %.3g'
-            " against %.3g TFLOP/s in a matmul. To compute in float32:"
-            " --training.mixed_precision_param float32",
-            dtype,
-            meter.peak_flops / 1e12,
-            fp32 / 1e12,
-        )
 
 
 def advise_on_memory(config: JobConfig, on_gpu: bool) -> list[str]:

@@ -22,7 +22,6 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
     """
     for section in _sections(config):
         yield from _check_moment_rates(section, param_dtype)
-        yield from _check_nesterov(section)
         yield from _check_muon_state(section)
         yield from _check_group_keys(section)
         if config.early_step_in_backward and not section.has("early_step_in_backward"):
@@ -87,16 +86,6 @@ def _check_group_keys(section: _Section) -> Iterator[ConfigError]:
                 " key.",
                 fix=f"Remove it. Those with {key}: {_having(key)}.",
             )
-
-
-def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
-    config = section.config
-    if section.has("nesterov") and config.nesterov and not config.momentum:  # type: ignore[attr-defined]
-        yield ConfigError(
-            f"{section.key('nesterov')} = true: {section.key('momentum')} is 0, so there is no"
-            " momentum to look ahead by.",
-            fix=f"Set {section.key('momentum')}, for example to 0.9, or remove nesterov.",
-        )
 
 
 def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:

@@ -26,7 +26,6 @@ from titanlite.errors import (
 )
 from titanlite.files import parse_json
 from titanlite.log import logger
-from titanlite.metrics import METRICS_FILE
 
 STARTS_FILE = "starts.jsonl"
 ORDERLY_EXIT_CODES = (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED)
@@ -74,9 +73,6 @@ class StartLog:
         if not limit or len(crashes) < limit:
             return
         evidence = [str(crash) for crash in crashes[-limit:]]
-        reached = last_step(_read_if_exists(self.path.with_name(METRICS_FILE)))
-        if reached > from_step:
-            evidence.append(f"the last step in {METRICS_FILE} is {reached}")
         raise CheckpointError(
             f"{self.path}: the last {len(crashes)} starts crashed without a checkpoint newer than"
             f" step {from_step}:\n    " + "\n    ".join(evidence) + "\n ",
@@ -193,15 +189,3 @@ def consecutive_crashes(starts: Iterable[StartRecord], from_step: int) -> list[S
         else:
             crashes.append(start)
     return crashes
-
-
-def last_step(metrics: bytes) -> int:
-    """The last step in the content of a metrics.jsonl; 0 if there is none."""
-    for line in reversed(metrics.splitlines()):
-        try:
-            entry = parse_json(line)
-            if "event" not in entry:
-                return int(entry["step"])
-        except (ValueError, TypeError, KeyError, OverflowError):
-            continue
-    return 0
