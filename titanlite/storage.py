@@ -145,7 +145,6 @@ class StorageFolder:
     # --- files ---------------------------------------------------------------------------------
 
     def path_of(self, name: str) -> str:
-        """The path of a file in the folder."""
         return f"{self.path}/{name}"
 
     @_raise_storage_unreachable

@@ -26,7 +26,6 @@ class DeviceThread(Thread):
         self._select_device: Callable[[], None] = _do_nothing
 
     def start(self) -> None:
-        """Start the thread."""
         self._select_device = _device_selector()
         super().start()
 

@@ -57,7 +57,6 @@ class CheckpointConfig:
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints."""
         return self.enable and not self.load_only
 
     @property

@@ -203,7 +203,6 @@ def check_hashes(folder: StorageFolder, manifest: CheckpointManifest, names: Ite
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of titanlite and torch, for the manifest."""
     try:
         own = version("titanlite")
     except PackageNotFoundError:  # run from a checkout

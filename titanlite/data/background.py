@@ -50,7 +50,6 @@ class BackgroundReader:
         self._thread.start()
 
     def submit(self, slice: Slice) -> Future:
-        """Request a batch."""
         future: Future = Future()
         self._requests.put((slice, future))
         return future

@@ -153,7 +153,6 @@ class DocumentNode(BaseNode[np.ndarray]):
         return {"epoch": self._epoch, "unit": self._unit, "document": self._document}
 
     def _order_units(self) -> list[int]:
-        """The order of the units in this epoch."""
         counters = np.arange(1, len(self._units) + 1, dtype=np.uint64) * GOLDEN
         keys = mix(mix(self._key + np.array([self._epoch], np.uint64) * GOLDEN) + counters)
         return np.argsort(keys, kind="stable").tolist()

@@ -54,7 +54,6 @@ class RemoteFolder:
         return self._url
 
     def path_of(self, name: str) -> str:
-        """The path of a file on the file system."""
         return f"{self._path}/{name}"
 
     def files(self) -> dict[str, RemoteVersion]:

@@ -91,7 +91,6 @@ class StoredSamples(SampleSource):
         return ids[:, :-1].copy(), labels
 
     def order_settings(self, weight: float, seq_len: int) -> SourceOrder:
-        """The source as the order of samples needs it."""
         samples, limit = self.samples(seq_len), None
         if self.config.max_epochs:
             limit = max(1, int(Fraction(self.config.max_epochs) * samples))
@@ -137,7 +136,6 @@ class TextSamples(SampleSource):
         """Unknown: samples of several lanes alternate."""
 
     def order_settings(self, weight: float, seq_len: int) -> SourceOrder:
-        """The source as the order of samples needs it."""
         return SourceOrder(self.name, weight, None)
 
     def lacks_end(self, end: int) -> bool:

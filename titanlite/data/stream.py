@@ -106,7 +106,6 @@ class SampleStream:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources."""
         return [source.name for source in self._sources]
 
     @property

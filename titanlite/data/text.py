@@ -187,7 +187,6 @@ class _LineReader:
         self._position = self._number = 0  # of the line that is being read
 
     def read(self) -> Iterator[Document]:
-        """Yield each document."""
         path, suffix = self._part.path, Path(self._part.path).suffix
         with open_text_file(path) as file:
             if suffix not in COMPRESSIONS:

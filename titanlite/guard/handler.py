@@ -95,15 +95,12 @@ class Guard(StepGuard):
         return self._optional_judge
 
     def add(self, step: int, before: HostState, result: StepResult) -> None:
-        """See `StepGuard.add`."""
         self._pending.add(step, before, result)
 
     def poll(self) -> bool:
-        """See `StepGuard.poll`."""
         return self._pending.poll()
 
     def has_rejected(self) -> bool:
-        """See `StepGuard.has_rejected`."""
         return bool(self._tree.max([self._pending.wait()])[0])
 
     def check_parameters(self, step: int, result: StepResult) -> bool:

@@ -199,7 +199,6 @@ def build_stop_request(job: Job, services: RunServices) -> StopRequest:
 
 
 def build_checkpointer(job: Job, stream: SampleStream, lock: RunFolderLock) -> Checkpointer:
-    """The checkpointer of the run's checkpoint folder."""
     return Checkpointer(
         job.checkpoint_folder,
         job.config.checkpoint,

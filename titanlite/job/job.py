@@ -108,7 +108,6 @@ class Job:
 
     @property
     def rate_schedule(self) -> RateSchedule:
-        """The schedule of the learning rate and the weight decay."""
         return build_job_schedule(self.config, self.batches)
 
     @property
@@ -164,7 +163,6 @@ class Job:
 
     @property
     def checkpoint_folder(self) -> StorageFolder:
-        """Folder of this run's checkpoints."""
         return checkpoint_folder(self.folder, self.config.checkpoint)
 
     @property

@@ -56,7 +56,6 @@ class ExpertLoad(StepHook):
         }
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
-        """See `StepHook.before_forward`."""
         for router in self._routers.values():
             router.begin_step(inputs.tokens / inputs.loss_scale)
 

@@ -50,7 +50,6 @@ class ArmedHook(StepHook):
         self._measured: Any = None
 
     def arm(self) -> None:
-        """Measure the next step."""
         self._armed = True
 
     def take(self) -> Any:

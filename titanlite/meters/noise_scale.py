@@ -62,7 +62,6 @@ class NoiseScale:
     weight: float = 0.0  # of all measurements in the averages, which start at 0
 
     def update(self, estimate: NoiseEstimate) -> None:
-        """Add the estimates of one step."""
         old, new = self.decay, 1 - self.decay
         self.gradient = old * self.gradient + new * estimate.gradient
         self.noise = old * self.noise + new * estimate.noise
@@ -81,7 +80,6 @@ class NoiseScale:
         return self.noise / self.gradient
 
     def state(self) -> dict[str, Any]:
-        """The averages as JSON values."""
         return {"gradient": self.gradient, "noise": self.noise, "weight": self.weight}
 
     def restore(self, state: dict[str, Any] | None) -> None:
@@ -111,7 +109,6 @@ class NoiseMeter(ArmedHook):
         self._engine, self._state, self._mesh = engine, state, mesh
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
-        """See `StepHook.before_forward`."""
         if not self._armed:
             return
         self._armed = False

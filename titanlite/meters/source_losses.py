@@ -30,7 +30,6 @@ class SourceLosses(ArmedHook):
         self._microbatches = _microbatch_order(layout)
 
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
-        """See `StepHook.before_forward`."""
         if not self._armed:
             return
         labels = inputs.batch.labels
@@ -57,7 +56,6 @@ class SourceLosses(ArmedHook):
         self._forwards += 1
 
     def after_backward(self) -> None:
-        """See `StepHook.after_backward`."""
         if not self._armed:
             return
         if self._output is not None:

@@ -43,7 +43,6 @@ class AdafactorKeys(OptimizerKeys):
     # multiply the learning rate by the RMS of the parameter (at least 0.001)
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         options = {
             "lr": lr,
             "beta2_decay": self.beta2_decay,
@@ -84,7 +83,6 @@ class Adafactor(ConditionalBase):
             self.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     def update(self, accept: Tensor | None) -> None:
-        """See `ConditionalBase.update`."""
         updates = [
             _AdafactorUpdate(parameter, self.state[parameter], group)
             for group in self.param_groups
@@ -193,7 +191,6 @@ class _AdafactorUpdate:
         yield (self._sums["update"], self._groups)
 
     def write_weight(self, accept: Tensor | None) -> None:
-        """Update the weight."""
         elements, lr = self._shape.numel(), self._options["lr"]
         rms = (self._sums["update"] / elements).sqrt()
         factor = lr / (rms / self._options["clip_threshold"]).clamp(min=1)

@@ -43,7 +43,6 @@ class AdamWKeys(AdamRuleKeys):
     decoupled: ClassVar[bool] = True  # weight decay: AdamW's, not Adam's
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         options: dict[str, Any] = {"lr": lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
         foreach, fused = self.implementation == "foreach", self.implementation == "fused"
         if self.state_dtype != "float32" or self.offload:
@@ -89,7 +88,6 @@ class _FusedConditional(torch.optim.Optimizer):
     grad_scale: Tensor | None = None  # divide the gradients by it, and write them too
 
     def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
-        """See `ScalingOptimizer.step_scaled`."""
         self.found_inf = None if accept is None else (~accept).float()
         self.grad_scale = None if grad_factor is None else grad_factor.reciprocal()
         try:

@@ -52,16 +52,13 @@ class ConditionalBase(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
         self.update(None)
 
     @torch.no_grad()
     def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
         self.update(accept)
 
     def uncount_steps(self, steps: int) -> None:
-        """See `ConditionalOptimizer.uncount_steps`."""
         for state in self.state.values():
             if "step" in state:
                 state["step"] -= steps

@@ -60,7 +60,6 @@ class ParameterGroupConfig:
     # as lr_scheduler.final_weight_decay_factor
 
     def matches(self, name: str) -> bool:
-        """Whether the group contains the parameter `name`."""
         return matches_any(name, self.match)
 
     def overrides(self) -> dict[str, Any]:
@@ -78,7 +77,6 @@ class ParameterGroupConfig:
                 yield key.name, value
 
     def describe(self) -> str:
-        """The keys that this group sets, and their values."""
         factor = {"lr_factor": self.lr_factor} if self.lr_factor != 1 else {}
         keys = {**factor, **self.overrides(), **self.schedule_overrides()}
         return ", ".join(f"{key} {value}" for key, value in keys.items())
@@ -129,7 +127,6 @@ class OptimizerConfig(KeyedSection):
         return cast(OptimizerKeys, self).build_recipe(self.lr)
 
     def group_of(self, name: str) -> ParameterGroupConfig | None:
-        """The group of a parameter, by its name."""
         return next((group for group in self.groups if group.matches(name)), None)
 
     def of_parameter(self, name: str, optimizer: str | None = None) -> OptimizerConfig:

@@ -44,7 +44,6 @@ class ElementwiseOptimizer(ConditionalBase):
             self.state[parameter] = moments
 
     def update(self, accept: Tensor | None) -> None:
-        """See `ConditionalBase.update`."""
         for group in self.param_groups:
             # A shard without elements has nothing to update: other ranks have all of it.
             members = [p for p in group["params"] if p.grad is not None and local_shard(p).numel()]
@@ -91,7 +90,6 @@ class SGDKeys(ElementwiseKeys):
     nesterov: bool = False  # look ahead by one step of the momentum
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         options = {"lr": lr, "momentum": self.momentum, "nesterov": self.nesterov}
         how = {"foreach": self.implementation == "foreach", "has_moment": self.momentum > 0}
         return OptimizerRecipe(
@@ -111,7 +109,6 @@ class LionKeys(ElementwiseKeys):
     beta2: Fraction = 0.95  # decay rate of the moment
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         options = {"lr": lr, "betas": (self.beta1, self.beta2)}
         return OptimizerRecipe(
             Lion,

@@ -116,12 +116,10 @@ class LowMemoryAdam(ConditionalBase):
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
     def update(self, accept: Tensor | None) -> None:
-        """See `ConditionalBase.update`."""
         self.step_scaled(accept, None)
 
     @torch.no_grad()
     def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
-        """See `ScalingOptimizer.step_scaled`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

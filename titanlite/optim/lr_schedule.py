@@ -170,7 +170,6 @@ UNSCHEDULED = RateSchedule(LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), S
 
 
 def build_rate_schedule(config: LRSchedulerConfig, run: ScheduleLength) -> RateSchedule:
-    """The schedule of a run of this length."""
     return RateSchedule(
         config, ScheduleLength(config.total_steps or run.steps, config.total_tokens or run.tokens)
     )

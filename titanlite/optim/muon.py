@@ -92,7 +92,6 @@ class MuonKeys(AdamRuleKeys):
     # dtype of the momentum, and of AdamW's moments: float32, same as training.dtype; or bfloat16
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         dtype = torch.bfloat16 if self.state_dtype == "bfloat16" else None
 
         def parameter_options(name: str, facts: MatrixFacts) -> dict[str, Any]:
@@ -146,7 +145,6 @@ class Muon(WholeMatrixOptimizer):
         return torch.bfloat16 if in_bfloat16 else torch.float32
 
     def flops(self, parameter: nn.Parameter) -> float:
-        """FLOPs of one update."""
         shape = self._matrix_shape(parameter)
         return parameter.numel() // math.prod(shape) * orthogonalization_flops(*shape)
 
@@ -169,7 +167,6 @@ class Muon(WholeMatrixOptimizer):
         return orthogonalize(heads).reshape(matrix.shape)
 
     def write_shard(self, parameter: nn.Parameter, result: Tensor, accept: Tensor | None) -> None:
-        """Update this rank's shard of the weight."""
         group, weight = self.group_of(parameter), local_shard(parameter)
         # a matrix with singular values of 1 gets an RMS of UPDATE_RMS
         scale = UPDATE_RMS * math.sqrt(max(self._matrix_shape(parameter)))

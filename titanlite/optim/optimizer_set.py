@@ -86,7 +86,6 @@ class OptimizerSet:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers."""
         return [group for optimizer in self for group in optimizer.param_groups]
 
     @property
@@ -150,6 +149,5 @@ class OptimizerSet:
                 optimizer.uncount_steps(steps)
 
     def zero_grad(self) -> None:
-        """Free all gradients."""
         for optimizer in self:
             optimizer.zero_grad()

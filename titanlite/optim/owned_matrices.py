@@ -248,16 +248,13 @@ class WholeMatrixOptimizer(ConditionalBase):
         ]
 
     def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The group of a parameter."""
         return self.param_groups[self._group_of[parameter]]
 
     def update(self, accept: Tensor | None) -> None:
-        """See `ConditionalBase.update`."""
         self.begin_step(accept)()
 
     @torch.no_grad()
     def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """See `OverlappingOptimizer.begin_step`."""
         completions = [self._begin(*owned, accept) for owned in self.owned]
 
         @torch.no_grad()

@@ -51,7 +51,6 @@ def _two_moments(shape: torch.Size, param_bytes: int) -> float:
 
 
 def no_state(shape: torch.Size, param_bytes: int) -> float:
-    """State bytes of an optimizer without state."""
     return 0.0
 
 

@@ -33,7 +33,6 @@ class SOAPKeys(AdamRuleKeys):
     precondition_frequency: Positive = 10  # steps between two updates of the eigenbasis
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:
-        """See `OptimizerKeys`."""
         options = {
             "lr": lr,
             "betas": (self.beta1, self.beta2),
@@ -86,7 +85,6 @@ class SOAP(WholeMatrixOptimizer):
                     self.state[parameter] |= _soap_state(parameter)
 
     def flops(self, parameter: nn.Parameter) -> float:
-        """See `_soap_flops`."""
         return _soap_flops(parameter.shape)
 
     def make_input_shard(self, parameter: nn.Parameter, accept: Tensor | None) -> Tensor:
@@ -113,7 +111,6 @@ class SOAP(WholeMatrixOptimizer):
         return (direction if columns_rotated else direction.T).contiguous()
 
     def write_shard(self, parameter: nn.Parameter, result: Tensor, accept: Tensor | None) -> None:
-        """Update this rank's shard of the weight."""
         group, weight = self.group_of(parameter), local_shard(parameter)
         # the first step finds a basis and has no update, so no decay either
         is_update = self.state[parameter]["step"].item() > 1

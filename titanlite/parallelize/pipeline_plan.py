@@ -45,7 +45,6 @@ class PipelinePlan:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
         return max(self.rank_of) + 1
 
     @property

@@ -92,7 +92,6 @@ class RankProgress:
         return position
 
     def heartbeat(self, beat: int, left: str = "") -> Heartbeat:
-        """The heartbeat to send now."""
         seconds = round(self.stuck_seconds, 1)
         process = os.getpid(), socket.gethostname(), PID_NAMESPACE
         return Heartbeat(beat, *self.position, seconds, *process, left)

@@ -90,7 +90,6 @@ class RemoteLease:
         return seen is not None and seen.holder == self._holder
 
     def start(self) -> None:
-        """Start the heartbeat."""
         self._thread.start()
 
     def check(self) -> None:

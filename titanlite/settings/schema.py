@@ -82,7 +82,6 @@ class KeyedSection:
 
     @classmethod
     def of(cls, **keys: Any) -> Any:
-        """The section with these keys."""
         return cls.schema_for(keys.get(cls.KEY, getattr(cls, cls.KEY)))(**keys)
 
     def replace(self, **keys: Any) -> Any:
