@@ -106,17 +106,15 @@ class HostStaging:
         needed = max(ends, default=0) or _ALIGNMENT  # not 0, which mmap refuses
         if self._memory is None or len(self._memory) < needed:
             self._memory = None
-            self._memory = self._new_memory(needed)
+            if self.pinned and torch.cuda.is_initialized():
+                self._memory = PinnedMemory(needed, 'checkpoint.async_mode = "async"')
+            else:
+                self._memory = HostMemory(needed)
         copies: State = {part: {} for part in state}
         for (part, name, value), offset in zip(_entries(state), [0, *ends], strict=False):
             copy = copies[part][name] = torch.empty_like(value.detach(), device="cpu")
             self._memory.place(copy, offset)
         return copies
-
-    def _new_memory(self, nbytes: int) -> HostMemory:
-        if self.pinned and torch.cuda.is_initialized():
-            return PinnedMemory(nbytes, 'checkpoint.async_mode = "async"')
-        return HostMemory(nbytes)
 
 
 def _entries(state: State) -> Iterator[tuple[str, str, Tensor]]:

@@ -75,7 +75,8 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next(iter(added_around_text(table)), None)
         self.adds_bos = self.has_bos and first is not None and added.get(first) == self.bos_id
         self.fingerprint = fingerprint_of("tokenizer.json", definition)
-        unknown_id = _unknown_id(table["model"], added)
+        model = table["model"]
+        unknown_id = model.get("unk_id", added.get(str(model.get("unk_token"))))
         control_ids = {added[token] for token in self.control_tokens} - {unknown_id}
         self._never_in_text = control_ids | {self.bos_id, self.eos_id}
 
@@ -143,11 +144,6 @@ def _is_control_name(name: Any, control: frozenset[str]) -> bool:
         return False
     known = name in _BOS_NAMES or name in _EOS_NAMES or name in control
     return known or _CONTROL_NAME.fullmatch(name) is not None
-
-
-def _unknown_id(model: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
-    """The id of text that a model of a tokenizer.json cannot encode, if it is among `ids`."""
-    return model.get("unk_id", ids.get(str(model.get("unk_token"))))
 
 
 def _first_id(names: Sequence[str], ids: dict[str, int]) -> int | None:

@@ -231,7 +231,8 @@ class Lane:
     def read(self, index: int, keep: int = 0) -> np.ndarray:
         """Sample `index`: int64 [length]; raises DataError. Keeps at least `keep` states."""
         if self._next is None or index < self._next:
-            self._seek(index)
+            self._next, state = self.state_at(index)  # the last known one
+            self._samples.reset(state)
         sample = None
         while self._next is not None and self._next <= index:
             if self._next > self._states[-1][0]:
@@ -253,8 +254,3 @@ class Lane:
         """Continue from the state of sample `index`."""
         self._next = None
         self._states = deque([(index, state)])
-
-    def _seek(self, index: int) -> None:
-        """Continue from the last known state up to `index`."""
-        self._next, state = self.state_at(index)
-        self._samples.reset(state)

@@ -215,7 +215,8 @@ class _LineReader:
                 most = 0 if line.endswith(b"\n") else max(0, end - self._position - size)
                 size += self._skip_line(file, most)
             elif line.strip() and (text := self._parse(line)) is not None:
-                yield Document(text, self._origin())
+                place = f"byte {self._position}" if self._part.start else self._number
+                yield Document(text, f"{self._part.path}:{place}")
             self._position += size
 
     def _skip_line(self, file: IO[bytes], most: int) -> int:
@@ -226,10 +227,6 @@ class _LineReader:
             if rest.endswith(b"\n"):
                 break
         return size
-
-    def _origin(self) -> str:
-        place = f"byte {self._position}" if self._part.start else self._number
-        return f"{self._part.path}:{place}"
 
     def _location(self) -> str:
         path, number = self._part.path, self._number

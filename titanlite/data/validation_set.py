@@ -47,7 +47,12 @@ class ValidationSet:
     def token_bytes(self) -> Tensor | None:
         """Bytes of text that each id stands for, int64 [V] of the model; None: no tokenizer."""
         # When it is first read: while settings are checked, vocab_size may be a stand-in of 2^31.
-        return _byte_counts(self._tokenizer, self._source.vocab_size) if self._tokenizer else None
+        if self._tokenizer is None:
+            return None
+        counts = torch.zeros(self._source.vocab_size, dtype=torch.int64)
+        lengths = [len(text) for text in self._tokenizer.token_bytes()]
+        counts[: len(lengths)] = torch.tensor(lengths)[: len(counts)]
+        return counts
 
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.
@@ -136,11 +141,3 @@ def open_validation(
     check_window_length(config, source, "validation.seq_len", seq_len)
     checked = check_stored_samples(config, source, 2, vocab_size, tokenizer)
     return ValidationSet(checked, seq_len, tokenizer)
-
-
-def _byte_counts(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
-    """Bytes of text that each id of the model stands for: int64 [`vocab_size`]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    lengths = [len(text) for text in tokenizer.token_bytes()]
-    counts[: len(lengths)] = torch.tensor(lengths)[:vocab_size]
-    return counts

@@ -15,7 +15,7 @@ from titanlite.job.option_checks import check_optimizer_device
 from titanlite.kernels.backend import CPU_KERNELS
 from titanlite.models import ModelSizes
 from titanlite.parallelize.compile import check_compiler
-from titanlite.parallelize.float8 import Gpu, check_float8_device, find_gpu
+from titanlite.parallelize.float8 import check_float8_device, find_gpu
 
 
 def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
@@ -42,17 +42,13 @@ def _check_device(config: JobConfig) -> Iterator[UserError]:
         except ConfigError as error:
             yield error
             return
-        yield from _check_gpu_options(config, find_gpu(device))
+        gpu = find_gpu(device)
+        compiles_blocks = config.compile.compiles("model") and config.compile.backend == "inductor"
+        yield from check_float8_device(config.float8, gpu, compiles_blocks)
+        if not config.training.enable_cpu_offload:  # otherwise the optimizer runs on the CPU
+            yield from check_optimizer_device(config.optimizer, gpu)
         if device.type == "cpu":
             yield from _check_cpu_options(config)
-
-
-def _check_gpu_options(config: JobConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
-    """Reject options that this GPU does not support; None is a CPU."""
-    compiles_blocks = config.compile.compiles("model") and config.compile.backend == "inductor"
-    yield from check_float8_device(config.float8, gpu, compiles_blocks)
-    if not config.training.enable_cpu_offload:  # otherwise the optimizer runs on the CPU
-        yield from check_optimizer_device(config.optimizer, gpu)
 
 
 def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:

@@ -31,10 +31,32 @@ from titanlite.settings import format_value
 
 
 def check_guard(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject policies of the guard that contradict each other, or the checkpoints."""
+    """Reject policies of the guard that contradict each other, or checkpoints that are too new."""
     yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
-    if "rollback" in (config.guard.nonfinite, config.guard.spike):
-        yield from _check_rollback(config)
+    if "rollback" not in (config.guard.nonfinite, config.guard.spike):
+        return
+    checkpoint, guard = config.checkpoint, config.guard
+    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
+    if not checkpoint.saves:
+        yield ConfigError(
+            f'{key} = "rollback": {checkpoint.why_not_saved}, so there would be nothing to roll'
+            " back to.",
+            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
+        )
+        return
+    # The window of the last try is the largest: rollback_steps x 2^(tries - 1) before the first
+    # trouble. Its own trouble may come later: this assumes at most the same number of steps again.
+    needed = 2 * (guard.rollback_steps << (guard.rollback_tries - 1))
+    kept = checkpoint.keep_latest_k
+    reach = (kept - 1) * checkpoint.interval
+    if kept and reach < needed:
+        yield ConfigError(
+            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
+            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
+            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
+            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
+            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
+        )
 
 
 def check_model_options(
@@ -71,32 +93,6 @@ def check_sharded_options(
     yield from _check_float8_sizes(config, sizes, degrees)
     yield from check_expert_parallel(degrees, spec.experts(sizes))
     yield from _check_quantisation_blocks(spec, sizes, degrees, config.optimizer.state_dtype)
-
-
-def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject settings under which no checkpoint would be old enough."""
-    checkpoint, guard = config.checkpoint, config.guard
-    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
-    if not checkpoint.saves:
-        yield ConfigError(
-            f'{key} = "rollback": {checkpoint.why_not_saved}, so there would be nothing to roll'
-            " back to.",
-            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
-        )
-        return
-    # The window of the last try is the largest: rollback_steps x 2^(tries - 1) before the first
-    # trouble. Its own trouble may come later: this assumes at most the same number of steps again.
-    needed = 2 * (guard.rollback_steps << (guard.rollback_tries - 1))
-    kept = checkpoint.keep_latest_k
-    reach = (kept - 1) * checkpoint.interval
-    if kept and reach < needed:
-        yield ConfigError(
-            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
-            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
-            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
-            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
-            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
-        )
 
 
 def _check_float8_sizes(
@@ -255,9 +251,11 @@ def check_group_patterns(
         key = f"optimizer.groups[{index}].match"
         for pattern in group.match:
             if not any(matches_any(name, [pattern]) for name in names):
+                shown = difflib.get_close_matches(pattern, names, 2, 0.5) or list(names)[:2]
                 yield ConfigError(
                     f'{key} = "{pattern}": matches no parameter of the model.',
-                    fix=_similar_names(pattern, names),
+                    fix="* matches any text. Names of the model are, for example,"
+                    f" {' and '.join(shown)}.",
                 )
         matched = {name for name in names if group.matches(name)}
         if matched and not matched & left:
@@ -267,12 +265,6 @@ def check_group_patterns(
                 fix="Move this group up, or leave it out.",
             )
         left -= matched
-
-
-def _similar_names(pattern: str, names: Collection[str]) -> str:
-    """The fix for a pattern that matches nothing: the names that resemble it most."""
-    shown = difflib.get_close_matches(pattern, names, 2, 0.5) or list(names)[:2]
-    return f"* matches any text. Names of the model are, for example, {' and '.join(shown)}."
 
 
 def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -27,16 +27,11 @@ def log_start(job: Job, rank: int) -> None:
         for warning in job.warnings:
             logger.warning("%s", warning)
     if job.config.job.check:
-        if rank == 0:
-            _log_mixture(job)
+        if rank == 0:  # raises ConfigError if the sources do not suffice
+            tokenizer = open_job_tokenizer(job.config)
+            stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
+            log_mixture(stream, job.batches, job.config.training.steps, Counters())
         logger.info("every check passed for %s", job.degrees)
-
-
-def _log_mixture(job: Job) -> None:
-    """Log what the run would read; raises ConfigError if the sources do not suffice."""
-    tokenizer = open_job_tokenizer(job.config)
-    stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
-    log_mixture(stream, job.batches, job.config.training.steps, Counters())
 
 
 def record_start(

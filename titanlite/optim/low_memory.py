@@ -98,7 +98,7 @@ class LowMemoryAdam(ConditionalBase):
             for parameter in group["params"]:
                 self.state[parameter] = self._initial_state(parameter)
         if self.moments.offload:  # copies back to the host may be under way when state is read
-            self.register_state_dict_pre_hook(lambda _: _synchronize_device())
+            self.register_state_dict_pre_hook(_synchronize_device)
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         dtype = self.moments.dtype
@@ -347,6 +347,6 @@ def _allocate_moment(
     return zeros
 
 
-def _synchronize_device() -> None:
+def _synchronize_device(_optimizer: object) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

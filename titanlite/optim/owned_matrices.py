@@ -182,7 +182,7 @@ class OwnedMatrices:
         own, ranks = self._ranks.own, range(self._ranks.size)
         owned = [i for i in members if self.is_owned(i)]
         pieces_of = [
-            _slice_regions(result, self._regions[i])
+            [result[region.slices].reshape(-1) for region in self._regions[i]]
             for i, result in zip(owned, results, strict=True)
         ]
         sent = [[pieces[rank] for pieces in pieces_of] for rank in ranks]
@@ -376,8 +376,3 @@ def _join_regions(shape: torch.Size, pieces: list[tuple[_Region, Tensor]]) -> Te
     for region, values in pieces:
         matrix[region.slices] = values.view(region.shape)
     return matrix
-
-
-def _slice_regions(matrix: Tensor, regions: list[_Region]) -> list[Tensor]:
-    """The flat regions of a matrix."""
-    return [matrix[region.slices].reshape(-1) for region in regions]

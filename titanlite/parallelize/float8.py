@@ -153,7 +153,9 @@ def torchao(module: str = "float8") -> Any:
         for noisy, level in zip(loggers, levels, strict=True):
             noisy.setLevel(level)
     if module == "float8":  # Both are private, but the only places to change this.
-        _all_gather_as_bytes(float8_ops.FLOAT8_OPS_TABLE)
+        handlers = float8_ops.FLOAT8_OPS_TABLE
+        for op in [op for op in handlers if "all_gather_into_tensor" in str(op)]:
+            handlers[op] = partial(_all_gather_float8, handlers[op])
         float8_ops.addmm_float8_unwrapped = partial(_scaled_mm, float8_ops.addmm_float8_unwrapped)
     return imported
 
@@ -175,15 +177,10 @@ def _scaled_mm(
     return torch._scaled_mm(a, b, *scales, more["bias"], out_dtype=torch.bfloat16).to(args[0])
 
 
-def _all_gather_as_bytes(handlers: dict) -> None:
-    """Make torchao all-gather Float8 tensors on a CPU as uint8: gloo has no Float8 type (2.13)."""
-    for op in [op for op in handlers if "all_gather_into_tensor" in str(op)]:
-        handlers[op] = partial(_all_gather_float8, handlers[op])
-
-
 def _all_gather_float8(
     torchao_handler: Callable, op: Callable, args: tuple, kwargs: dict | None = None
 ):
+    """torchao's all-gather, but on a CPU as uint8: gloo has no Float8 type (2.13)."""
     if args[0].device.type != "cpu":
         return torchao_handler(op, args, kwargs)
 

@@ -259,17 +259,15 @@ class OutputLayerColwise(ParallelStyle):
         module.vocabulary = self.vocabulary(device_mesh, module.out_features)
         distribute_parameters(module, device_mesh, Shard(0))
         module.register_forward_pre_hook(partial(_gather_input, device_mesh))
-        module.register_forward_hook(_to_plain_tensor)
+        module.register_forward_hook(  # logits, or a loss, as a plain tensor
+            lambda _, inputs, out: out.full_tensor() if isinstance(out, DTensor) else out
+        )
         return module
 
 
 def _gather_input(tp: DeviceMesh, module: nn.Module, inputs: tuple) -> DTensor:
     x = DTensor.from_local(inputs[0], tp, [Shard(SEQUENCE_DIM)])
     return x.redistribute(placements=[Replicate()])
-
-
-def _to_plain_tensor(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
 
 
 class ShardedVocabulary(Vocabulary):

@@ -215,8 +215,14 @@ def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
     """
     refuse = partial(lease_conflict_error, key, path.parent)
     dead = find_dead_lease(lambda: _read_lease_file(path), path, stale_seconds, refuse)
-    if dead and _remove_if_unchanged(path, dead[0]):
-        logger.warning("%s: taken over from %s", path, dead[1])
+    if dead is None:
+        return
+    judged, text = dead
+    with _folder_lock_on_this_host(path.parent):
+        # it may be another lease by now; of several callers, one removes it
+        removed = _read_lease_file(path) == judged and _rename_away(path, judged)
+    if removed:
+        logger.warning("%s: taken over from %s", path, text)
 
 
 def _read_lease_file(path: Path) -> LeaseSnapshot | None:
@@ -228,12 +234,6 @@ def _read_lease_file(path: Path) -> LeaseSnapshot | None:
             return LeaseSnapshot(parse_holder(content), content, mtime)
     except FileNotFoundError:
         return None
-
-
-def _remove_if_unchanged(path: Path, judged: LeaseSnapshot) -> bool:
-    """Remove a lease if it still is the one that was judged; one of several callers succeeds."""
-    with _folder_lock_on_this_host(path.parent):
-        return _read_lease_file(path) == judged and _rename_away(path, judged)
 
 
 def _rename_away(path: Path, judged: LeaseSnapshot) -> bool:

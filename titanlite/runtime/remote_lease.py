@@ -49,11 +49,13 @@ def acquire_remote_lease(
 
     Raises ConfigError if another job holds it, CheckpointError if the store fails.
     """
-    holder = current_process()
+    holder, refuse = current_process(), partial(lease_conflict_error, key, folder)
     while True:
         numbers = lease_numbers(folder)
         if numbers:
-            _wait_until_free(folder, numbers[-1], key, stale_seconds)
+            read = partial(_read_lease_object, folder, numbers[-1])
+            if dead := find_dead_lease(read, folder, stale_seconds, refuse):
+                logger.warning("%s: taken over from %s", folder, dead[1])
         number = max(numbers, default=0) + 1
         lease = RemoteLease(folder, replace(holder, number=number), heartbeat_seconds)
         if lease.create():
@@ -137,16 +139,3 @@ def _read_lease_object(folder: StorageFolder, number: int) -> LeaseSnapshot | No
         holder = parse_holder(json.dumps(state["holder"]).encode())
         return LeaseSnapshot(holder, content, released=state["released"] is True)
     return LeaseSnapshot(None, content)
-
-
-def _wait_until_free(folder: StorageFolder, number: int, key: str, stale_seconds: float) -> None:
-    """Return when a lease is released or removed, or its holder is dead.
-
-    Raises ConfigError if the holder is alive.
-    """
-    refuse = partial(lease_conflict_error, key, folder)
-    dead = find_dead_lease(
-        lambda: _read_lease_object(folder, number), folder, stale_seconds, refuse
-    )
-    if dead:
-        logger.warning("%s: taken over from %s", folder, dead[1])
