@@ -19,24 +19,6 @@ from titanlite.settings import NotNegative, Positive
 from titanlite.threads import DeviceThread
 
 CLOSE_SECONDS = 300.0  # time for a service to receive the records that were not sent yet
-STEP_KEYS = (  # keys of a step record, in this order
-    "step",
-    "loss",
-    "z_loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "samples",
-    "loss_scale",
-    "tokens_per_second",
-    "tokens_per_second_per_device",
-    "tflops_per_device",
-    "mfu",
-    "step_seconds",
-    "data_seconds",
-    "peak_memory_gib",
-    "time",
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ def _is_installed(package: str) -> bool:
 
 
 class Sink(Protocol):
-    """Writes records of steps, with `STEP_KEYS`, and of events, with `event`, `step` and more."""
+    """Writes records of steps, and of events, which have the keys `event` and `step`."""
 
     def step(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
@@ -149,11 +131,8 @@ class MetricSinks:
         self.failed: list[Sink] = []  # those whose last write failed
 
     def step(self, record: dict[str, Any]) -> None:
-        """Write a step record: every key of `STEP_KEYS` except `time`, which is added."""
+        """Write a step record, see `periodic.log_metrics`; `time` is added."""
         record = {**record, "time": time.time()}
-        if record.keys() != set(STEP_KEYS):
-            raise ValueError(f"not the keys of a step record: {record.keys() ^ set(STEP_KEYS)}")
-        record = {key: record[key] for key in STEP_KEYS}
         for sink in list(self.sinks):
             self._write(sink, sink.step, record)
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 from titanlite.distributed.rendezvous import store_address
 from titanlite.log import pluralize
-from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
+from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress
 
 # Fractions of the timeout.
 # A rank without heartbeats, a store without answers, or a straggler is reported after:
@@ -45,9 +45,8 @@ class PeerDiagnosis:
                 f"{self._name(peer)} has sent no heartbeat for {silent_seconds:.0f} s."
                 f" {self._positions(peer)}"
             )
-        if silent_seconds > 3 * progress.heartbeat_seconds and has_ended(
-            exchange.heartbeats.get(peer)
-        ):
+        heartbeat = exchange.heartbeats.get(peer)
+        if silent_seconds > 3 * progress.heartbeat_seconds and heartbeat and heartbeat.has_ended:
             return f"{self._name(peer)} has died. {self._positions(peer)}"
         # If all ranks read all heartbeats, the load of the store grows with the square of the
         # number of ranks. So a few ranks, on different hosts, look first.
@@ -64,14 +63,13 @@ class PeerDiagnosis:
 
         Needs some rounds of reading all heartbeats.
         """
-        exchange, limit = self._exchange, 2 * self._progress.heartbeat_seconds
+        beats, limit = self._exchange.heartbeats, 2 * self._progress.heartbeat_seconds
         silent = [
             rank
-            for rank, seconds in exchange.silent_seconds.items()
-            if seconds > limit
-            and not (rank in exchange.heartbeats and exchange.heartbeats[rank].left)
+            for rank, seconds in self._exchange.silent_seconds.items()
+            if seconds > limit and not (rank in beats and beats[rank].left)
         ]
-        if dead := [rank for rank in silent if has_ended(exchange.heartbeats.get(rank))]:
+        if dead := [rank for rank in silent if rank in beats and beats[rank].has_ended]:
             return f"{self._name(*dead)} has died. {self._positions(dead[0])}"
         if silent:
             return f"{self._name(*silent)} no longer sends heartbeats. {self._positions(silent[0])}"

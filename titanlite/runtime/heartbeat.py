@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
 import time
-from pathlib import Path
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from titanlite.runtime.lease import Process, current_process, is_process_alive
 from titanlite.threads import DeviceThread
 
 RANKS_PER_SECOND = 1000  # load limit of the store; with more ranks, each sends less often
@@ -37,14 +36,22 @@ class Heartbeat(NamedTuple):
     phases_begun: int
     phase: str
     seconds: float  # in this phase
+    host: str  # this and the next four: of its `Process`
+    boot: str
+    processes: int | None
     pid: int
-    host: str
-    pid_namespace: str  # where `pid` means the same process; empty if unknown
+    process_started: int | None
     left: str = ""  # why the rank exited; empty while it runs
 
     @property
     def position(self) -> Position:
         return Position(self.step, self.phases_begun, self.phase)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank's process has ended; False if that cannot be known from here."""
+        process = Process(self.host, self.boot, self.processes, self.pid, self.process_started)
+        return is_process_alive(process) is False
 
 
 class Verdict(NamedTuple):
@@ -66,6 +73,7 @@ class RankProgress:
         self.position = Position(0, 0, "start")  # replaced as one object: never read half-changed
         self.stuck_seconds = 0.0  # since the position last changed
         self._seen: Position | None = None
+        self._process = astuple(current_process())
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -93,8 +101,7 @@ class RankProgress:
 
     def heartbeat(self, beat: int, left: str = "") -> Heartbeat:
         seconds = round(self.stuck_seconds, 1)
-        process = os.getpid(), socket.gethostname(), PID_NAMESPACE
-        return Heartbeat(beat, *self.position, seconds, *process, left)
+        return Heartbeat._make((beat, *self.position, seconds, *self._process, left))
 
 
 class SuspendAwareTimer:
@@ -206,26 +213,3 @@ class HeartbeatExchange:
         else:
             values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         return [value.decode() for value in values]
-
-
-def _pid_namespace() -> str:
-    """Id of this boot and of the PID namespace; empty if not on Linux."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-PID_NAMESPACE = _pid_namespace()
-
-
-def has_ended(heartbeat: Heartbeat | None) -> bool:
-    """Whether a rank's process is known to have ended; False if that cannot be known from here."""
-    if heartbeat is None or not PID_NAMESPACE or heartbeat.pid_namespace != PID_NAMESPACE:
-        return False
-    try:
-        text = Path(f"/proc/{heartbeat.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return isinstance(error, (FileNotFoundError, ProcessLookupError))
-    return text.rpartition(")")[2].split()[0] in "ZX"  # a zombie, or dead

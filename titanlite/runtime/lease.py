@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ def find_dead_lease(
     seen = read()
     if seen is None or seen.released:
         return None
-    name, alive = describe_holder(seen.holder), is_holder_alive(seen.holder)
+    name, alive = describe_holder(seen.holder), is_process_alive(seen.holder)
     reason = "that process has ended"
     if alive is None:
         logger.info(
@@ -187,8 +187,7 @@ def _create_lease_file(path: Path) -> tuple[int, bytes] | None:
         return None
     try:
         number = _next_number(path.with_name(COUNT_FILE))  # only by the job that created `path`
-        holder = replace(current_process(), number=number)
-        content = json.dumps(asdict(holder), indent=1).encode()
+        content = json.dumps(asdict(new_holder(number)), indent=1).encode()
         if os.write(descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
@@ -279,14 +278,20 @@ def lease_conflict_error(key: str, folder: object, holder: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that a lease names; these are the keys of `lease.json`."""
+class Process:
+    """What identifies a process, also on other hosts and after it has ended."""
 
     host: str
     boot: str  # boot id of the host: two hosts may have one name (containers, cloned images)
     processes: int | None  # the pid namespace of `pid`; None: /proc does not show it
     pid: int
     process_started: int | None  # ticks since boot: identifies a process whose pid is reused
+
+
+@dataclass(frozen=True)
+class Holder(Process):
+    """The process that a lease names; its fields are the keys of `lease.json`."""
+
     started: float  # by the host's clock, for display only
     token: str  # unique for each lease
     number: int = 0  # larger than that of every lease before
@@ -310,35 +315,39 @@ def describe_holder(holder: Holder | None) -> str:
     return f"process {holder.pid} on {holder.host} (since {since:%Y-%m-%d %H:%M:%S %z})"
 
 
-def is_holder_alive(holder: Holder | None) -> bool | None:
-    """Whether the process is alive; None if only its heartbeat can show it."""
+def is_process_alive(process: Process | None) -> bool | None:
+    """Whether a process is alive; None if only its heartbeat can show it."""
     here = current_process()
-    if holder is None or here.processes is None or here.process_started is None:
+    if process is None or here.processes is None or here.process_started is None:
         return None
-    if any(getattr(holder, key) != getattr(here, key) for key in ("host", "boot", "processes")):
+    if any(getattr(process, key) != getattr(here, key) for key in ("host", "boot", "processes")):
         return None
     try:
-        os.kill(holder.pid, 0)
+        os.kill(process.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's process, perhaps hidden in /proc
         pass
-    state, started = _read_process_state(holder.pid)
+    state, started = _read_process_state(process.pid)
     if started is None:
         return None
-    return started == holder.process_started and state not in "ZX"  # a zombie writes nothing
+    return started == process.process_started and state not in "ZX"  # a zombie writes nothing
 
 
-def current_process() -> Holder:
+def new_holder(number: int) -> Holder:
     """This process as the holder of a new lease."""
+    process = asdict(current_process())
+    return Holder(**process, started=time.time(), token=uuid.uuid4().hex, number=number)
+
+
+def current_process() -> Process:
     boot, processes = "", None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if os.readlink("/proc/self") == str(os.getpid()):  # else /proc is of another namespace
             processes = os.stat("/proc/self/ns/pid").st_ino
     _, started = _read_process_state("self")
-    host, token = socket.gethostname(), uuid.uuid4().hex
-    return Holder(host, boot, processes, os.getpid(), started, time.time(), token)
+    return Process(socket.gethostname(), boot, processes, os.getpid(), started)
 
 
 def _read_process_state(pid: int | str) -> tuple[str, int | None]:

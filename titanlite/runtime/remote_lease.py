@@ -16,7 +16,7 @@ import json
 import re
 import threading
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 from titanlite.errors import CheckpointError
@@ -25,10 +25,10 @@ from titanlite.log import logger
 from titanlite.runtime.lease import (
     Holder,
     LeaseSnapshot,
-    current_process,
     describe_holder,
     find_dead_lease,
     lease_conflict_error,
+    new_holder,
     parse_holder,
 )
 from titanlite.storage import StorageFolder, StorageUnreachable
@@ -49,7 +49,7 @@ def acquire_remote_lease(
 
     Raises ConfigError if another job holds it, CheckpointError if the store fails.
     """
-    holder, refuse = current_process(), partial(lease_conflict_error, key, folder)
+    refuse = partial(lease_conflict_error, key, folder)
     while True:
         numbers = lease_numbers(folder)
         if numbers:
@@ -57,7 +57,7 @@ def acquire_remote_lease(
             if dead := find_dead_lease(read, folder, stale_seconds, refuse):
                 logger.warning("%s: taken over from %s", folder, dead[1])
         number = max(numbers, default=0) + 1
-        lease = RemoteLease(folder, replace(holder, number=number), heartbeat_seconds)
+        lease = RemoteLease(folder, new_holder(number), heartbeat_seconds)
         if lease.create():
             break
     for older in numbers:
