@@ -87,11 +87,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             1,
             "Those with state_dtype: AdamW, Adam, Muon.",
         ),
-        (
-            ["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"],
-            1,
-            "at a time",
-        ),
         (["--optimizer.state_dtype", "bfloat16", "--optimizer.beta2", "0.999"], 1, "at most 0.996"),
         (
             ["--training.dtype", "bfloat16", "--optimizer.beta2", "0.999"],
@@ -127,18 +122,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ([*IN_BACKWARD], 2, "accumulate over 2 micro-batches"),
         ([*IN_BACKWARD, "--training.clipping", "adaptive"], 1, "clips after backward"),
         ([*IN_BACKWARD, "--metrics.noise_scale_freq", "9"], 1, "true would apply it"),
-        (
-            [
-                "--metrics.noise_scale_freq",
-                "9",
-                "--training.local_batch_size",
-                "1",
-                "--training.global_batch_size",
-                "1",
-            ],
-            1,
-            "the global batch is 1 sequence",
-        ),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
         (["--training.batch_size_ramp", "0:2 10K:8"], 2, "its sizes 2 are not multiples of"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.data import MixtureConfig, PhaseConfig, describe_mixture, repeated_sources
-from titanlite.data.mixing import SourceShare, SourceSize, describe_changes, plan_phases
+from titanlite.data.mixing import SourceShare, describe_changes, plan_phases
 from titanlite.data.mixture import BLOCK, Phase, temper
 from titanlite.data.order import SampleOrder, SourceOrder
 from titanlite.errors import CheckpointError, DataError, UserErrors
@@ -191,7 +192,10 @@ def test_a_temperature_flattens_the_sizes():
 
 
 def plan(config: MixtureConfig, tokens: int | None = 1000):
-    sources = [SourceSize("web", 0.7, tokens), SourceSize("code", 0.3, tokens)]
+    sources = [
+        SimpleNamespace(name=name, config=SimpleNamespace(weight=weight), tokens=tokens)
+        for name, weight in (("web", 0.7), ("code", 0.3))
+    ]
     return plan_phases(config, sources, seq_len=16)
 
 

@@ -226,16 +226,14 @@ def test_a_kill_at_any_moment_of_a_roll_back_changes_nothing(rolled_back, run_to
 # --- the end of the tries ------------------------------------------------------------------------
 
 
-def test_when_all_tries_have_failed_the_run_ends_with_3_and_a_report(run_toml, tmp_path):
+def test_when_all_tries_have_failed_the_run_ends_with_3_and_lists_them(run_toml, tmp_path):
     out, endless = tmp_path / "out", replace(POISON, end=10**9)
     with launch(run_toml, out, prepare=partial(inject, endless)) as run:
         assert run.wait(SECONDS) == [3], run.output
     assert "all 3 tries have failed" in run.output and "Traceback" not in run.output
     assert run.output.count("\n    try ") == 3, run.output
-    report = json.loads((out / "guard" / "rollback.json").read_text())
-    assert [attempt["number"] for attempt in report["tries"]] == [1, 2, 3]
     (event,) = events_of(out, "rollback_failed")
-    assert event["step"] == report["step"] and "all 3 tries have failed" in event["reason"]
+    assert "all 3 tries have failed" in event["reason"]
     assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 3
 
 

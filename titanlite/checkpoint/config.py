@@ -88,9 +88,3 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
             "checkpoint.initial_load_in_hf: is true, but checkpoint.initial_load_path is not set.",
             fix="Set checkpoint.initial_load_path to a folder with config.json and safetensors.",
         )
-    if config.initial_load_in_hf and not config.initial_load_model_only:
-        yield ConfigError(
-            "checkpoint.initial_load_model_only: is false, but a Hugging Face folder has only"
-            " weights.",
-            fix="Leave checkpoint.initial_load_model_only at true.",
-        )

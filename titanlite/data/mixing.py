@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from titanlite.data.mixture import MixtureSegment, Phase, temper
+from titanlite.data.sample_source import StoredSamples, TextSamples
 from titanlite.errors import DataError
 from titanlite.settings import Positive, Range, raise_together
 
@@ -36,22 +37,13 @@ class MixtureConfig:
     # later weights, in the order of first_token; list the phases that are over, too
 
 
-@dataclass(frozen=True)
-class SourceSize:
-    """What the weights of a source depend on."""
-
-    name: str
-    weight: float
-    tokens: int | None  # None: unknown
-
-
 def plan_phases(
-    config: MixtureConfig, sources: Sequence[SourceSize], seq_len: int
+    config: MixtureConfig, sources: Sequence[StoredSamples | TextSamples], seq_len: int
 ) -> tuple[Sequence[float], list[Phase]]:
     """The weights at the start, and the phases by position; raises all problems together."""
     problems = list(_check(config, sources))
     raise_together(problems)
-    weights = {source.name: source.weight for source in sources}
+    weights = {source.name: source.config.weight for source in sources}
     phases = [Phase(0, list(weights.values()))]
     for phase in config.phases:
         weights |= phase.weights
@@ -70,7 +62,9 @@ def plan_phases(
     return phases[0].weights, phases[1:]
 
 
-def _check(config: MixtureConfig, sources: Sequence[SourceSize]) -> Iterator[DataError]:
+def _check(
+    config: MixtureConfig, sources: Sequence[StoredSamples | TextSamples]
+) -> Iterator[DataError]:
     names = [source.name for source in sources]
     last = ramp_end = 0
     for phase in config.phases:

@@ -20,7 +20,6 @@ from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
     SourceShare,
-    SourceSize,
     describe_changes,
     describe_segments,
     plan_phases,
@@ -83,8 +82,7 @@ class SampleStream:
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.document_end_id = tokenizer.eos_id if tokenizer else None  # last id of every document
-        sizes = [SourceSize(s.name, s.config.weight, s.tokens) for s in sources]
-        weights, phases = plan_phases(mixture, sizes, seq_len)
+        weights, phases = plan_phases(mixture, sources, seq_len)
         pairs = zip(sources, weights, strict=True)
         self._order = SampleOrder(
             seed, [s.order_settings(weight, seq_len) for s, weight in pairs], phases

@@ -8,21 +8,16 @@ the same decision.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
 from titanlite.checkpoint import FoundCheckpoint
 from titanlite.data import PositionWindow
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
-from titanlite.files import write_file_atomically
 from titanlite.guard.policy import GuardConfig
-from titanlite.log import logger
 from titanlite.runtime import RunFolderLock
 from titanlite.training.run import Run
 from titanlite.training.state import Counters
@@ -222,27 +217,13 @@ class CheckpointRollback:
         self.lock.record_rollback(trouble.step, step, trouble.reason)
 
     def _give_up(self, trouble: Trouble, why: str) -> NoReturn:
-        """End the run with exit code 3, and a report of what was tried."""
+        """End the run with exit code 3, and say what was tried."""
         tries = self.past.history.tries_for(trouble)
-        report = self.lock.folder / "guard" / "rollback.json"
-        content = {
-            "step": trouble.step,
-            "reason": trouble.reason,
-            "ended_because": why,
-            "tries": [asdict(attempt) for attempt in tries],
-        }
-        if dist.get_rank() == 0:
-            try:
-                report.parent.mkdir(parents=True, exist_ok=True)
-                write_file_atomically(report, json.dumps(content, indent=1).encode())
-            except OSError as error:  # must not hide why the run ends
-                logger.warning("%s: %s", report, error.strerror or error)
         self.run.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
         lines = "".join(f"\n    {attempt}" for attempt in tries)
         raise TrainingDiverged(
             f"training diverged at step {trouble.step} ({trouble.reason}), and {why}.{lines}\n ",
-            fix=f"The report is in {report}. Look at the samples of these steps. To go on: raise"
-            " guard.rollback_tries or guard.rollback_steps, lower optimizer.lr, or resume from an"
-            " older checkpoint (checkpoint.load_step). The same command without a change repeats"
-            " these tries.",
+            fix="Look at the samples of these steps. To go on: raise guard.rollback_tries or"
+            " guard.rollback_steps, lower optimizer.lr, or resume from an older checkpoint"
+            " (checkpoint.load_step). The same command without a change repeats these tries.",
         ).mark_on_all_ranks()

@@ -180,10 +180,10 @@ def check_update_options(config: JobConfig) -> Iterator[ConfigError]:
 
 
 def check_update_degrees(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject batches of a step, or of a rank, that do not fit how parameters are updated."""
+    """Reject an update in backward of gradients that several micro-batches add to."""
     training = config.training
-    sequences = training.sequences_per_step(degrees.batch)
-    microbatches = sequences // degrees.batch // training.local_batch_size
+    rank_batch = training.sequences_per_step(degrees.batch) // degrees.batch
+    microbatches = rank_batch // training.local_batch_size
     reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
     if config.optimizer.early_step_in_backward and microbatches > 1 and reduces_each:
         yield ConfigError(
@@ -192,12 +192,6 @@ def check_update_degrees(config: JobConfig, degrees: Degrees) -> Iterator[Config
             " them.",
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
-        )
-    if (freq := config.metrics.noise_scale_freq) and sequences == 1:
-        yield ConfigError(
-            f"metrics.noise_scale_freq = {freq}: compares the gradients of the global batch and of"
-            " half of it, and the global batch is 1 sequence.",
-            fix="Use a larger training.global_batch_size.",
         )
 
 

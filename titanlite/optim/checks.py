@@ -31,15 +31,6 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
                 fix="Remove optimizer.early_step_in_backward, or use"
                 f" {_having('early_step_in_backward')}.",
             )
-    if config.low_memory and config.implementation == "foreach":
-        values = {"state_dtype": config.state_dtype, "offload": config.offload}
-        stated = {k: value for k, value in values.items() if value not in ("float32", False)}
-        text = " and ".join(f"{key} = {format_value(value)}" for key, value in stated.items())
-        yield ConfigError(
-            f"optimizer.{text}: updates one parameter at a time, which optimizer.implementation ="
-            ' "foreach" does not.',
-            fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
-        )
 
 
 class _Section(NamedTuple):
