@@ -100,10 +100,7 @@ def _read_field_comments(schema: type) -> dict[str, str]:
 
 
 def help_text(schema: type, names: Sequence[str] = ()) -> Iterator[str]:
-    """Every setting with its type, default and meaning, as lines for `--help`.
-
-    With `names`, of these sections and their subsections; raises ConfigError if there is none.
-    """
+    """All settings, or those of sections `names`, as lines for `--help`; raises ConfigError."""
     sections = list_sections(schema)
     for name in names:
         if not any(f"{section.name}.".startswith(f"{name}.") for section in sections):

@@ -71,10 +71,7 @@ def _check_depth(value: Any) -> None:
 
 
 def read_regular_file(path: str | Path, max_bytes: int | None = None) -> bytes:
-    """Read a file.
-
-    Raises OSError for a FIFO or a device, which could block, and for a file above `max_bytes`.
-    """
+    """Read a file; raises OSError for a FIFO or a device, and for more than `max_bytes`."""
     mode = os.stat(path).st_mode  # before open(), which has effects on some devices
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
@@ -88,10 +85,7 @@ def read_regular_file(path: str | Path, max_bytes: int | None = None) -> bytes:
 
 
 def write_file_atomically(path: Path, content: bytes) -> None:
-    """Replace the content of `path` in one step: a crash leaves the old or the new content.
-
-    Raises OSError, and leaves the old content, if the disk is full or cannot be written.
-    """
+    """Replace the content of `path`; a crash or an OSError leaves the old or the new content."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -61,10 +61,7 @@ def log_waiting(what: str) -> AbstractContextManager[None]:
 
 
 def configure_log(rank: int = 0, colour: bool | None = None) -> None:
-    """Log to stderr: rank 0 from INFO up, the other ranks from WARNING up with their number.
-
-    `colour=None` uses colour where stderr is a terminal.
-    """
+    """Log to stderr: rank 0 from INFO, others from WARNING. `colour=None`: on a terminal."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RankFormatter(rank, sys.stderr.isatty() if colour is None else colour))
     logger.handlers[:] = [handler]

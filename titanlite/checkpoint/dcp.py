@@ -79,10 +79,7 @@ def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
 def call_on_all_ranks(
     function: Callable[[], T], folder: StorageFolder, action: str, group: dist.ProcessGroup | None
 ) -> T:
-    """Call `function` on every rank; if some raise an error, raise the lowest rank's on all.
-
-    All ranks must call this at the same point. `folder` and `action`: see `as_checkpoint_error`.
-    """
+    """Call `function` on all ranks together; raise the error of the lowest failed rank on all."""
 
     def call() -> T:
         with as_checkpoint_error(folder, action):

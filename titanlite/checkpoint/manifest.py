@@ -47,10 +47,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Everything about a checkpoint except the values of its tensors and where they are stored.
-
-    The fields are the keys of manifest.json.
-    """
+    """All of a checkpoint but the values and places of its tensors: the keys of manifest.json."""
 
     step: int
     progress: dict[str, Any]  # training state to resume from: position, tokens, random generators
@@ -172,10 +169,7 @@ def _check_files(manifest: CheckpointManifest) -> None:
 
 
 def _check_tensors(manifest: CheckpointManifest) -> None:
-    """Raise ValueError unless the tensors are described correctly and fit into the files.
-
-    The second check limits the memory for loading them to the bytes on the disk.
-    """
+    """Raise ValueError for a wrong description, or tensors that have more bytes than the files."""
     for name, tensor in manifest.tensors.items():
         if not name.isprintable() or len(name) > 1000:
             raise ValueError(f"{name[:80]!r} is not a name of a tensor")

@@ -76,10 +76,7 @@ class HostStaging:
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
-        """Copy the state; before the copy is read, call the result of `wait_function`.
-
-        Raises UserError if the memory cannot be pinned.
-        """
+        """Copy the state; it may be read after the result of `wait_function`. Raises UserError."""
         if _layout(state) != _layout(self._copies):
             self._copies = {}  # lets `_allocate` free their memory
             self._copies = self._allocate(state)

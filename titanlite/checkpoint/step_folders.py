@@ -156,10 +156,7 @@ class StepFolders:
 
     @_on_rank_0
     def remove_unfinished(self, names: list[str]) -> None:
-        """Remove the folders `names`, whose save or removal was interrupted by a crash.
-
-        The lease ensures that no other job is writing there.
-        """
+        """Remove folders that a crash left; under the lease, no other job is writing there."""
         for name in names if self.config.saves else ():
             folder = self.folder / name
             logger.warning("%s: removed, because its save or removal was interrupted", folder)
@@ -167,10 +164,7 @@ class StepFolders:
 
     @_on_rank_0
     def set_aside_later(self, step: int) -> None:
-        """Set aside the checkpoints of later steps, so that the next start does not use them.
-
-        Then record that checkpoint.load_step was applied.
-        """
+        """Set aside the checkpoints of later steps, then record that load_step was applied."""
         self.check_lease()
         for later in list_steps(self.folder).steps:
             if later > step:

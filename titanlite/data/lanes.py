@@ -50,10 +50,7 @@ class TextUnit:
 
 
 def assign_units_to_lanes(units: Sequence[TextUnit], lanes: int) -> list[list[TextUnit]]:
-    """The units of each lane, with nearly the same number of bytes: the largest go first.
-
-    If there are fewer units than `lanes`, there are fewer lanes.
-    """
+    """The units of each lane, which have nearly equal bytes; few units make fewer lanes."""
     lanes = min(lanes, len(units))
     assigned: list[list[TextUnit]] = [[] for _ in range(lanes)]
     sizes = [0] * lanes

@@ -205,10 +205,7 @@ class Mixture:
         drawn: list[int],
         ramp: _Ramp | None = None,
     ) -> Generator[MixtureSegment, None, list[int]]:
-        """Segments of the positions from `start` to `end`; returns how often each source was drawn.
-
-        `ramp`: the gradual change that these positions are a step of; it is updated.
-        """
+        """Segments from `start` to `end`; returns the draws of each source; updates `ramp`."""
         while start != end and self.end is None:
             active = [
                 Fraction(0) if limit is not None and count >= limit else Fraction(weight)
@@ -239,10 +236,7 @@ class Mixture:
         return drawn
 
     def source_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each position, and how many earlier positions have that source.
-
-        Raises DataError for positions past the end.
-        """
+        """The source of each position, and its earlier draws; raises DataError past the end."""
         if self.end is not None and positions.size and int(positions.max()) >= self.end:
             raise DataError(
                 f"the data end after {self.end} samples: all sources of a phase have been read"

@@ -101,10 +101,7 @@ class StoredSamples(SampleSource):
         return sample * self._stride(seq_len)
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Ids [start, start + count) of each start: int64 [len(starts), count].
-
-        Raises DataError, also for ids outside the vocabulary.
-        """
+        """Ids [start, start + count) of each start, int64 [N, count]; raises DataError."""
         ids = np.ascontiguousarray(self.source.gather(starts, count), dtype=np.int64)
         assert ids.shape == (len(starts), count), (ids.shape, type(self.source))
         self._check_ids(ids, starts)

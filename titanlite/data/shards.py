@@ -93,10 +93,7 @@ class Corpus(TokenSource):
         return self.gather(np.array([start]), count)[0]
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Ids [start, start + count) of each start: int64 [len(starts), count].
-
-        Raises DataError, or IndexError if outside.
-        """
+        """Ids [start, start + count) of each start: int64 [N, count]; raises DataError."""
         out = np.empty((len(starts), count), dtype=np.int64)
         numbers = self._ends.searchsorted(starts, side="right").tolist()
         rows = list(zip(out, starts.tolist(), numbers, strict=True))
@@ -120,10 +117,7 @@ class Corpus(TokenSource):
         return out
 
     def _gather_parts(self, rows: Sequence[tuple[np.ndarray, int, int]]) -> None:
-        """Fill each (row, start, number of the shard of start) with the ids from start on.
-
-        A row may go on in the next shards. Raises IndexError if it is outside of the corpus.
-        """
+        """Fill each (row, start, number of its first shard) from start on; raises IndexError."""
         parts: list[tuple[np.ndarray, np.ndarray]] = []  # of a row, and its ids as they are stored
         requests: list[FileRequest] = []
         for row, start, number in rows:
@@ -330,10 +324,7 @@ def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> CorpusS
 
 
 def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, int]:
-    """(type of an id, number of sequences) of an index of `size` bytes.
-
-    Raises DataError if the header is not valid or `size` does not fit it.
-    """
+    """(type of an id, number of sequences) of an index of `size` bytes; raises DataError."""
     if len(header) < INDEX_HEADER.size or not header.startswith(MAGIC):
         raise DataError(f"{idx}: is not a Megatron index ({size} bytes).", fix=_PREPARE)
     _, version, code, sequences, entries = INDEX_HEADER.unpack(header)

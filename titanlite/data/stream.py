@@ -139,10 +139,7 @@ class SampleStream:
         return any(isinstance(source, TextSamples) for source in self._sources)
 
     def lane_positions(self, position: int) -> dict[str, LanePositions]:
-        """How far this process has read each lane of each text source at a position.
-
-        A lane is one of the parts of a text that are tokenized independently (data/lanes.py).
-        """
+        """How far this process has read each lane (data/lanes.py) of each text source."""
         drawn = self._order.mixture.drawn_at(position)
         return {
             source.name: source.source.positions(count)
@@ -228,10 +225,7 @@ def open_sample_stream(
     checks: CorpusChecks | None = None,
     mixture: MixtureConfig | None = None,
 ) -> SampleStream:
-    """Open the training samples of `sources` in the order of `seed`.
-
-    Raises DataError, or UserErrors if several sources cannot be used.
-    """
+    """The training samples of `sources` in the order of `seed`; raises all DataErrors together."""
     opened: list[StoredSamples | TextSamples] = []
     problems: list[DataError] = []
     files = OpenFiles()

@@ -93,10 +93,7 @@ def list_file_ranges(
 def read_documents(
     ranges: Iterable[FileRange], max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[str]:
-    """Yield the text of each document that is not empty; errors name the file.
-
-    Raises DataError, also for a document of more than `max_bytes`, before it is decoded.
-    """
+    """Yield the text of documents that are not empty; raises DataError, as above `max_bytes`."""
     for document in read_located_documents(ranges, TextRules(max_bytes=max_bytes)):
         if document.text:
             yield document.text
@@ -117,10 +114,7 @@ def read_located_documents(
 def report_failures(
     part: FileRange, documents: Iterable[Document], on_problem: ProblemHandler
 ) -> Iterator[Document]:
-    """Yield the documents of a file; `on_problem` gets what fails, and whether the file changed.
-
-    Raises StorageError whatever `on_problem` does.
-    """
+    """Yield a file's documents; `on_problem` gets what fails or changed, but no StorageError."""
     try:
         try:
             yield from documents

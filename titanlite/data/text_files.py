@@ -173,11 +173,7 @@ def _check_listable(pattern: str) -> None:
 
 
 def _files_below(path: Path, suffixes: tuple[str, ...], others: list[Path]) -> list[Path]:
-    """The file itself, whatever its suffix, or the text files in a folder, in sorted order.
-
-    `others` gets the folder's regular files that have another suffix and are not hidden.
-    Raises OSError if a folder cannot be listed.
-    """
+    """The file, or a folder's text files, sorted; `others` gets its other files. Raises OSError."""
     if not path.is_dir():
         if _is_beyond_cycle(path):
             return []

@@ -22,10 +22,7 @@ _VERSION_KEYS = (
 
 
 class StorageError(DataError):
-    """A file system that refuses a request or does not answer.
-
-    No policy skips what it has: a later request may succeed.
-    """
+    """A file system that refuses or does not answer; never skipped: a later try may succeed."""
 
 
 def is_data_url(path: str | Path) -> bool:

@@ -133,10 +133,7 @@ def _transfer(mesh: DeviceMesh, operation: Callable, value: Tensor, peer: int) -
 
 
 def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return rank 0's value on every rank, as read from JSON: a tuple becomes a list.
-
-    Raises TypeError or ValueError if JSON cannot represent the value.
-    """
+    """Return rank 0's value on every rank, as read from JSON: a tuple becomes a list."""
     tree = RankTree(group)
     return json.loads(tree.broadcast(json.dumps(value).encode() if tree.is_root else b""))
 
@@ -155,10 +152,7 @@ def gather_from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) ->
 
 
 def gather_problems(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the distinct problems of all ranks, each with its ranks unless all ranks have it.
-
-    Every rank must call it at the same point, with "" for no problem.
-    """
+    """The distinct problems of all ranks, each with its ranks unless all have it; "": none."""
     problems = gather_from_all_ranks(problem or None, group)
     ranks_by_problem: dict[str, list[str]] = {}
     for rank, text in enumerate(problems):
@@ -180,10 +174,7 @@ def raise_on_all_ranks(problem: UserError | None) -> None:
 
 
 def capture_user_error(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """Call `function`; return (its result, None) or (None, the UserError it raised).
-
-    Pass the error to `raise_on_all_ranks` before the next collective.
-    """
+    """(the function's result, None) or (None, its UserError), for `raise_on_all_ranks`."""
     try:
         return function(), None
     except UserError as error:
@@ -198,10 +189,7 @@ def run_on_all_ranks(function: Callable[[], T]) -> T:
 
 
 def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `function` on rank 0 only; return its result, or raise its UserError, on every rank.
-
-    The result is sent as JSON, as by `broadcast_from_rank_0`.
-    """
+    """Call `function` on rank 0; return its result, as JSON, or raise its UserError on all."""
     is_root = RankTree(group).is_root
     result, problem = capture_user_error(function) if is_root else (None, None)
     result, failure = broadcast_from_rank_0(

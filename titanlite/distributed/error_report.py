@@ -47,10 +47,7 @@ class ErrorReport:
 
     @contextmanager
     def printing_errors(self) -> Iterator[None]:
-        """Print an error of the block, and raise it again.
-
-        Of an error that all ranks have, rank 0 prints the only copy.
-        """
+        """Print an error of the block, on rank 0 only if all ranks have it, and raise it again."""
         try:
             yield
         except BaseException as error:

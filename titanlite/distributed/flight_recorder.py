@@ -42,10 +42,7 @@ class FlightRecorder:
                 (self.folder / "cuda").mkdir(parents=True, exist_ok=True)
 
     def write(self, rank: int) -> list[Path]:
-        """Write this rank's last collectives; returns the folders. May block if a GPU hangs.
-
-        Raises OSError and RuntimeError.
-        """
+        """Write the last collectives; returns the folders. May block if a GPU hangs."""
         if self.max_collectives == 0:
             return []
         backends = _backends_by_device()

@@ -65,10 +65,7 @@ class RankContext:
 
 
 def choose_device(setting: str) -> torch.device:
-    """This rank's device for `job.device`: "cpu", "cuda", or "auto" for CUDA if available.
-
-    Raises ConfigError if there is no such device for this rank.
-    """
+    """This rank's device for `job.device`; "auto" is CUDA if available. Raises ConfigError."""
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

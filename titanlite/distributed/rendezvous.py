@@ -56,10 +56,7 @@ def store_address() -> str:
 
 
 def open_rank_store(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, str]:
-    """The store for `init_process_group`, and the id of this start ("" if there is one rank).
-
-    Raises RendezvousError if the store cannot be reached, or ranks are missing.
-    """
+    """The store, and the id of this start ("" if there is one rank); raises RendezvousError."""
     if world_size == 1:
         return dist.HashStore(), ""
     try:

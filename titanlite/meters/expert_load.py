@@ -103,10 +103,7 @@ class ExpertLoad(StepHook):
         return {str(block): row for block, row in enumerate(rows.tolist()) if any(row)}
 
     def restore(self, state: dict[str, list[float]] | None) -> None:
-        """Restore what `state` returned; None: as before the first step.
-
-        Raises ValueError if it has not the load of each expert of this rank's blocks.
-        """
+        """Restore what `state` returned (None: the start); raises ValueError for other experts."""
         for block, router in self._routers.items():
             load = None if state is None else torch.tensor(state.get(str(block), []))
             if load is not None and load.shape != (self.sizes.count,):

@@ -149,10 +149,7 @@ def _hash_text(text: str) -> Tensor:
 
 
 def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
-    """(name, value, its parameter) of all weights, saved buffers and optimizer state on this rank.
-
-    The value is a tensor, or a number in the state of some optimizers.
-    """
+    """(name, tensor or number, its parameter) of all weights, saved buffers, optimizer state."""
     optimizer_state, saved = state.optimizer.state, state.model.state_dict().keys()
     for name, buffer in state.model.named_buffers():
         if name in saved:  # others, such as counters of a step, may differ between ranks

@@ -18,10 +18,7 @@ from titanlite.training.step import StepInputs
 
 
 class SourceLosses(ArmedHook):
-    """Measures the mean cross-entropy of each source, over the global batch of an armed step.
-
-    [sources], NaN for one without tokens.
-    """
+    """Measures each source's mean cross-entropy in an armed step: [sources], NaN without tokens."""
 
     def __init__(self, stream: SampleStream, output: OutputLayer | None, layout: ParallelLayout):
         """`output`: the output layer; None on a pipeline rank without it."""

@@ -22,10 +22,7 @@ _GROUPS = {  # of keys of step records; a prefix groups the charts. The others a
 
 
 class TensorBoardSink:
-    """Scalars: train/loss, speed/mfu and others of steps, validation/NAME/loss and more of events.
-
-    `_GROUPS` and `_event_scalars` have all names.
-    """
+    """Scalars such as train/loss, speed/mfu and validation/NAME/loss; see `_event_scalars`."""
 
     def __init__(self, folder: Path, completed_steps: int):
         self._folder = folder

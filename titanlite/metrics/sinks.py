@@ -206,10 +206,7 @@ def _close_sink(sink: Sink) -> None:
 
 
 def open_sinks(context: SinkContext) -> MetricSinks:
-    """All enabled sinks, for the one rank that writes.
-
-    Raises OSError where the folder cannot be written.
-    """
+    """All enabled sinks, for the one rank that writes; raises OSError."""
     context.folder.mkdir(parents=True, exist_ok=True)
     sinks = MetricSinks()
     try:

@@ -16,10 +16,7 @@ from titanlite.settings import format_value
 
 
 def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject keys that the optimizer of a group does not have, and states that cannot work.
-
-    `param_dtype`: training.dtype.
-    """
+    """Reject keys that a group's optimizer lacks, and states that do not suit training.dtype."""
     for section in _sections(config):
         yield from _check_moment_rates(section, param_dtype)
         yield from _check_muon_state(section)

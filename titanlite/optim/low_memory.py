@@ -48,10 +48,7 @@ class MomentFormat:
 
 
 def moment_format(shape: Iterable[int], dtype: StateDtype) -> MomentFormat:
-    """The moment format of a parameter of this global shape.
-
-    Vectors, and rows whose length is not a multiple of 32, stay float32.
-    """
+    """The format of the moments of a global shape; vectors and odd rows stay float32."""
     if dtype in UNQUANTIZED:
         return MomentFormat(dtype)
     *rows, width = shape

@@ -231,10 +231,7 @@ def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[Confi
 
 
 def check_schedule_end(schedule: RateSchedule, steps: int, last: StepSpan) -> Iterator[ConfigError]:
-    """Reject a run whose last steps have learning rate 0.
-
-    `last`: the last of its `steps` steps.
-    """
+    """Reject a run of `steps` steps whose `last` ones have learning rate 0."""
     if schedule.lr_factor(last) != 0:
         return
     unit, total = schedule.config.unit, schedule.total

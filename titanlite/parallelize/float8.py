@@ -337,10 +337,7 @@ def build_float8_scale_update(
 def check_float8(
     config: Float8Config, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, tokens: int
 ) -> Iterator[ConfigError]:
-    """Reject keys that the recipe does not support, and layers whose shards it does not support.
-
-    `tokens`: those of a micro-batch on one rank.
-    """
+    """Reject keys and shards that the recipe does not support; `tokens`: of a micro-batch."""
     if config.recipe_name is None:
         return
     recipe = config.recipe_name

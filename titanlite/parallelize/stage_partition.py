@@ -31,10 +31,7 @@ def requested_stages(config: ParallelismConfig, blocks: int, default: int) -> tu
 def partition_model(
     config: ParallelismConfig, costs: Mapping[str, float], block_path: str, stages: int
 ) -> list[list[str]]:
-    """Module names of each of `stages` stages, in model order; raises ConfigError.
-
-    `costs` maps every module of the model, in execution order, to its cost.
-    """
+    """Module names of each stage, in order; `costs` has every module. Raises ConfigError."""
     if config.module_fqns_per_model_part:
         _check_names(config.module_fqns_per_model_part, list(costs))
         return config.module_fqns_per_model_part

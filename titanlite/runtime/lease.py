@@ -208,10 +208,7 @@ def _next_number(path: Path) -> int:
 
 
 def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
-    """Remove the lease of a dead job; raise ConfigError if the job is alive.
-
-    On return the lease may be gone, so the caller tries to create one again.
-    """
+    """Remove a dead job's lease, unless it is gone already; raises ConfigError if it is alive."""
     refuse = partial(lease_conflict_error, key, path.parent)
     dead = find_dead_lease(lambda: _read_lease_file(path), path, stale_seconds, refuse)
     if dead is None:

@@ -45,10 +45,7 @@ def acquire_remote_lease(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
 ) -> RemoteLease:
-    """Acquire the folder that the setting `key` names; only one rank of a job calls it.
-
-    Raises ConfigError if another job holds it, CheckpointError if the store fails.
-    """
+    """Acquire the folder of the setting `key`, on one rank; raises ConfigError if it is held."""
     refuse = partial(lease_conflict_error, key, folder)
     while True:
         numbers = lease_numbers(folder)

@@ -91,10 +91,7 @@ class StartLog:
         return starts[-1].code == EXIT_STOPPED and starts[-1].launch == _launch_id()
 
     def record_start(self, ranks: int, from_step: int) -> None:
-        """Append a start; it counts as a crash until `record_end` is called.
-
-        Raises CheckpointError if the file cannot be written.
-        """
+        """Append a start, which is a crash until `record_end`; raises CheckpointError."""
         fields = {"ranks": ranks, "from_step": from_step, "launch": _launch_id()}
         try:
             self._append("start", host=socket.gethostname(), pid=os.getpid(), **fields)

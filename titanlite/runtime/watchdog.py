@@ -283,10 +283,7 @@ class HeartbeatWatchdog:
             _print_error(f"rank {rank}: stacks could not be written: {error}")
 
     def _write_traces(self, verdict: Verdict) -> None:
-        """Write this rank's last collectives within `TRACES_SECONDS`, or end the process.
-
-        The rank that found the problem prints the folders of the traces.
-        """
+        """Write the last collectives within `TRACES_SECONDS`, or end; the finder prints where."""
         rank = self._progress.rank
         if self._recorder is None or self._progress.world_size == 1:
             return

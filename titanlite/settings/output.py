@@ -21,10 +21,7 @@ class CommandLineText:
 
 
 def to_toml(section: Any, omit: Any = None) -> str:
-    """A job as TOML that reads back as the same job; keys that are None are omitted.
-
-    So are keys with the same value in `omit`, a job with the default values.
-    """
+    """A job as TOML without keys that are None, or that are as in `omit`, a job of defaults."""
     lines: list[str] = []
     _write_table(section, "", lines, omit)
     return "\n".join(lines).lstrip("\n") + "\n"

@@ -19,10 +19,7 @@ MAX_TOML_BYTES = 4 << 20  # of all files of a job together
 
 
 def read_toml(path: str | Path, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
-    """Read a TOML file merged with the files it includes; raises ConfigError.
-
-    `key` is the setting or argument that gives `path`, for messages.
-    """
+    """Read a TOML file and what it includes; `key` gave the path. Raises ConfigError."""
     return TomlFiles(key).read(Path(path), ())
 
 

@@ -164,10 +164,7 @@ def _describe_refusal(name: str, with_value: str, refusal: ValueRefused) -> list
 
 
 def convert(given: Any, hint: Any, declared: Any = None) -> Any:
-    """Convert `given` to the type `hint`; raises ValueRefused.
-
-    `declared` is the type of the whole field, with its bounds and `| None`, for the error.
-    """
+    """Convert `given` to `hint`, a part of the field's type `declared`; raises ValueRefused."""
     hint = resolve_names(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     declared = declared or hint
