@@ -31,7 +31,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("job/option_checks.py", "job/torchtitan_keys.py", "training/pipeline_engine.py"),
     *("training/validation.py", "training/batch_ramp.py", "training/weight_average.py"),
     "metrics/gpu_peaks.py",
-    *("metrics/progress_bar.py", "metrics/profiler.py", "metrics/services.py"),
+    *("metrics/profiler.py", "metrics/services.py"),
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
     *("models/gemma3.py", "models/glm4_moe.py", "models/olmo2.py", "models/olmo3.py"),
     *("models/qwen3_next.py", "models/qwen3_5.py", "models/olmo_hybrid.py"),

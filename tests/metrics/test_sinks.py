@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -62,7 +61,7 @@ def read_records(folder) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def open_in(folder, completed_steps=0, progress=False, rollbacks=0, **config):
+def open_in(folder, completed_steps=0, rollbacks=0, **config):
     context = SinkContext(
         MetricsConfig(**config),
         folder,
@@ -70,7 +69,6 @@ def open_in(folder, completed_steps=0, progress=False, rollbacks=0, **config):
         completed_steps=completed_steps,
         rollbacks=rollbacks,
         job={"training": {"steps": 400}},
-        progress=progress,
     )
     return open_sinks(context)
 
@@ -104,7 +102,7 @@ KILLED = """
 import os, pathlib, signal
 from titanlite.metrics import MetricsConfig, SinkContext, open_sinks
 config, folder = MetricsConfig(enable_tensorboard=True), pathlib.Path({folder!r})
-sinks = open_sinks(SinkContext(config, folder, 400, completed_steps=0, job={{}}, progress=False))
+sinks = open_sinks(SinkContext(config, folder, 400, completed_steps=0, job={{}}))
 sinks.step({step!r})
 sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -264,31 +262,6 @@ def test_without_a_terminal_every_record_is_one_log_line(tmp_path, logged):
     ]
 
 
-def test_on_a_terminal_log_lines_are_above_the_bar_and_the_cursor_is_restored(
-    tmp_path, monkeypatch
-):
-    pty = pytest.importorskip("pty")
-    controller, terminal_end = pty.openpty()
-    shown, reader = [], threading.Thread(target=lambda: read_all(controller, shown))
-    reader.start()
-    with os.fdopen(terminal_end, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setenv("TERM", "xterm")
-        handler = logging.StreamHandler(terminal)
-        # alone: another test may have left a handler whose stream is closed
-        monkeypatch.setattr(logger, "handlers", [handler])
-        with open_in(tmp_path, progress=None) as sinks:
-            sinks.step({**STEP, "step": 120})
-            logger.warning("the loss jumped")
-        assert handler.stream is terminal
-        print("\nend of the run", file=terminal, flush=True)
-    reader.join(timeout=10)
-    text = b"".join(shown).decode()
-    assert re.search(r"\x1b\[2K[^\r\n━]*the loss jumped", text)  # on its own line
-    assert "120/400" in text and "eta" in text and "━" in text
-    assert text.rindex("\x1b[?25h") < text.index("end of the run")
-
-
 def test_a_sink_that_does_not_close_is_abandoned_and_the_others_are_closed(
     tmp_path, monkeypatch, caplog
 ):
@@ -306,14 +279,6 @@ def test_a_sink_that_does_not_close_is_abandoned_and_the_others_are_closed(
     sinks.close()
     assert "Endless: not closed after 0.1 s" in caplog.text
     assert jsonl.file.closed and not sinks.sinks
-
-
-def read_all(descriptor: int, chunks: list[bytes]) -> None:
-    try:
-        while chunk := os.read(descriptor, 4096):
-            chunks.append(chunk)
-    except OSError:  # Linux raises EIO where the other end is closed
-        pass
 
 
 def test_the_meters_are_scalars_and_layer_norms_are_not_on_the_console(

@@ -51,26 +51,20 @@ class Console:
         return f"{self._dim('step')} {step:{width}}{self._dim(f'/{self.total_steps}')}"
 
     def _fields(self, record: dict[str, Any]) -> list[str]:
-        return [*self._loss_fields(record), *self._speed_fields(record)]
-
-    def _loss_fields(self, record: dict[str, Any]) -> list[str]:
-        z_loss = record["z_loss"]
+        z_loss, mfu = record["z_loss"], record["mfu"]
+        speed, of_device = record["tokens_per_second"], record["tokens_per_second_per_device"]
+        per_device = f"{of_device:,.0f} {self._dim('tok/s/device')}"
         return [
             self._field("loss", f"{record['loss']:.4f}"),
             *([] if z_loss is None else [self._field("z_loss", f"{z_loss:.4f}")]),
             self._field("grad_norm", f"{record['grad_norm']:.2f}"),
             self._field("lr", f"{record['lr']:.1e}"),
+            f"{speed:,.0f} {self._dim('tok/s')}",
+            *([] if of_device == speed else [per_device]),
+            f"{record['peak_memory_gib']:.1f} {self._dim('GiB')}",
+            *([] if mfu is None else [self._field("mfu", f"{mfu:.1%}")]),
+            self._field("eta", format_clock(self.seconds_left(record))),
         ]
-
-    def _speed_fields(self, record: dict[str, Any]) -> list[str]:
-        speed, of_device = record["tokens_per_second"], record["tokens_per_second_per_device"]
-        fields = [f"{speed:,.0f} {self._dim('tok/s')}"]
-        if of_device != speed:
-            fields.append(f"{of_device:,.0f} {self._dim('tok/s/device')}")
-        fields.append(f"{record['peak_memory_gib']:.1f} {self._dim('GiB')}")
-        if record["mfu"] is not None:
-            fields.append(self._field("mfu", f"{record['mfu']:.1%}"))
-        return [*fields, self._field("eta", format_clock(self.seconds_left(record)))]
 
     def seconds_left(self, record: dict[str, Any]) -> float:
         """Time left at the average speed since the first record, validation and saves included."""

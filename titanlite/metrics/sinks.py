@@ -72,7 +72,6 @@ class SinkContext:
     # metrics.replaced.jsonl
     job: dict[str, Any]  # the settings, for services that show them
     rollbacks: int = 0  # how often the run was rolled back before it came to completed_steps
-    progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
 def open_tensorboard(run: SinkContext) -> Sink | None:
@@ -94,13 +93,9 @@ def open_wandb(run: SinkContext) -> Sink | None:
 
 
 def open_console(run: SinkContext) -> Console:
-    """Lines only, or lines above a progress bar."""
-    if sys.stderr.isatty() if run.progress is None else run.progress:
-        from titanlite.metrics.progress_bar import LiveConsole
-
-        colour = not run.config.disable_color_printing
-        return LiveConsole(run.total_steps, run.completed_steps, colour)
-    return Console(run.total_steps, colour=False)
+    """Log lines, with colour on a terminal."""
+    colour = sys.stderr.isatty() and not run.config.disable_color_printing
+    return Console(run.total_steps, colour)
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
