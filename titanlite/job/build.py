@@ -93,6 +93,8 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
     deadline = began + 60 * limit if limit else None
+    # wherever it is: two jobs may share it
+    shared = {"checkpoint.folder": job.checkpoint_folder} if job.config.checkpoint.saves else {}
     with (
         join_process_group(device, comm, job.config.debug, job.folder, report) as rank,
         HeartbeatWatchdog(
@@ -104,7 +106,7 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
             job.config.checkpoint.timeout_seconds,
             comm.flight_recorder(job.folder),
         ) as watchdog,
-        lock_run_folders(job.folder, job.shared_folders, lambda: counters.step) as lock,
+        lock_run_folders(job.folder, shared, lambda: counters.step) as lock,
         report.printing_errors(),  # before the lock and the watchdog end, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):

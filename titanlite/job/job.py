@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,29 +163,6 @@ class Job:
     @property
     def checkpoint_folder(self) -> StorageFolder:
         return checkpoint_folder(self.folder, self.config.checkpoint)
-
-    @property
-    def shared_folders(self) -> dict[str, StorageFolder]:
-        """Folders to which another job may write as well, by their keys.
-
-        These are the folders outside job.dump_folder, and the checkpoint folder wherever it is.
-        """
-        config = self.config
-        is_written = {
-            "metrics.save_tb_folder": config.metrics.enable_tensorboard,
-            "profiling.save_traces_folder": config.profiling.enable_profiling,
-            "profiling.save_memory_snapshot_folder": config.profiling.enable_memory_snapshot,
-            "comm.save_traces_folder": config.comm.trace_buf_size > 0,
-        }
-        folders = {}
-        for key in (key for key, written in is_written.items() if written):
-            section, name = key.split(".")
-            folder = self.folder / getattr(getattr(config, section), name)
-            if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.folder)):
-                folders[key] = StorageFolder(folder)
-        if config.checkpoint.saves:
-            folders["checkpoint.folder"] = self.checkpoint_folder
-        return folders
 
     def summary(self, device: torch.device, peak_flops: float | None) -> str:
         """The job in a few lines, logged when it starts."""

@@ -14,7 +14,6 @@ from titanlite.errors import EXIT_DONE, CheckpointError
 from titanlite.runtime.lease import Lease, acquire_lease
 from titanlite.runtime.start_log import StartLog
 from titanlite.storage import StorageFolder
-from titanlite.threads import open_thread_pool
 
 if TYPE_CHECKING:
     from titanlite.runtime.remote_lease import RemoteLease
@@ -110,23 +109,20 @@ def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLea
     """Acquire a lease on every folder, or on none.
 
     The first folder decides which of two jobs that start at once runs: only its holder asks for the
-    others. These are acquired in parallel, because a folder may have an old lease whose heartbeat
-    must be observed for a while.
+    others.
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():  # two keys may name the same folder
         place = Path(os.path.realpath(folder.path)) if folder.local else str(folder)
         key_by_folder.setdefault(place, key)
-    first, *others = key_by_folder.items()
-    leases = [_acquire(*first)]
-    with open_thread_pool(len(key_by_folder)) as pool:
-        futures = [pool.submit(_acquire, *entry) for entry in others]
-    errors = [error for future in futures if (error := future.exception())]
-    leases += [future.result() for future in futures if not future.exception()]
-    if errors:
+    leases: list[Lease | RemoteLease] = []
+    try:
+        for entry in key_by_folder.items():
+            leases.append(_acquire(*entry))
+    except BaseException:
         for lease in leases:
             lease.close()
-        raise errors[0]
+        raise
     return leases
 
 
