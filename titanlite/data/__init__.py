@@ -55,6 +55,7 @@ __all__ = [
     "open_token_source",
     "open_tokenizer",
     "open_validation",
+    "prefetch",
     "rank_slices",
     "repeated_sources",
     "verify_corpus",
