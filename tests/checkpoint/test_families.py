@@ -368,12 +368,16 @@ def test_multi_token_prediction_is_exported_and_read_again_bit_by_bit(tmp_path, 
     export(tmp_path, family, model)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
-    block = prefix if prefix != "mtp." else "mtp.layers.0."
+    inner = prefix if prefix != "mtp." else "mtp.layers.0."
     names = {name for name in stored if name.startswith(prefix)}
-    assert names >= {f"{prefix}{name}.weight" for name in own} | {
-        f"{block}{name}"
-        for name in ("input_layernorm.weight", "self_attn.o_proj.weight", "mlp.gate.weight")
+    assert names >= {
+        f"{inner}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj", "mlp.gate")
     }
+    block = model.layers["2"]
+    for name, module in zip(
+        own, (block.embedding_norm, block.hidden_norm, block.proj, block.norm), strict=True
+    ):
+        assert torch.equal(stored[f"{prefix}{name}.weight"], module.weight), name
     copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
     for name, original in copies.items() if prefix != "mtp." else ():
         assert torch.equal(stored[f"{prefix}{name}.weight"], stored[f"{original}.weight"])

@@ -318,14 +318,7 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        states: list[Tensor] = []  # of the last norm
-        hook = model.norm.register_forward_hook(
-            lambda _, __, out, states=states: states.append(out)
-        )
-        logits = reference_logits(model, inputs, recipe, labels)
-        hook.remove()
-        hidden = torch.cat([state.flatten(0, 1) for state in states]).view(*inputs.shape, -1)
-        further, means = reference_depths(model, hidden, inputs, labels, recipe)
+        logits, further, means = reference_outputs(model, inputs, recipe, labels)
         record.depths.append(means)
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
@@ -378,6 +371,18 @@ def reference_logits(model, inputs: Tensor, recipe: Recipe, labels: Tensor | Non
         documents = row.tensor_split(ends)
         rows.append(torch.cat([model(tokens[None])[0] for tokens in documents if len(tokens)]))
     return torch.stack(rows)
+
+
+def reference_outputs(
+    model, inputs: Tensor, recipe: Recipe, labels: Tensor
+) -> tuple[Tensor, Tensor | float, list[float]]:
+    """`reference_logits`, and what `reference_depths` returns."""
+    states: list[Tensor] = []
+    hook = model.norm.register_forward_hook(lambda _, __, output: states.append(output))
+    logits = reference_logits(model, inputs, recipe, labels)
+    hook.remove()
+    hidden = torch.cat([state.flatten(0, 1) for state in states]).view(*inputs.shape, -1)
+    return logits, *reference_depths(model, hidden, inputs, labels, recipe)
 
 
 MTP_WEIGHT = LossConfig().mtp_weight

@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError, DataError, UserError
 from titanlite.job import Job
 from titanlite.models import ModelSpec
 from titanlite.models.config_json import EXPERT_INDEX, join_parts
+from titanlite.models.sizes import prediction_layers
 from titanlite.storage import StorageFolder
 from titanlite_lab.parity.bundle import (
     BATCHES_FOLDER,
@@ -65,6 +66,11 @@ def write_bundle(job: Job, settings: ParitySettings, out: Path, full_bytes: int)
     """
     if out.exists():
         raise ConfigError(f"--out {out}: exists.", fix="Name a new folder.")
+    if layers := prediction_layers(job.sizes):
+        raise ConfigError(
+            f"model.mtp_layers = {layers}: a bundle has the loss of the model itself only.",
+            fix="Set model.mtp_layers = 0.",
+        )
     batches, data = read_batches(job, settings)
     for step, batch in enumerate(batches, 1):
         if not (batch.labels >= 0).any():

@@ -204,5 +204,7 @@ def test_a_bundle_whose_tolerances_would_hide_bugs_is_refused(tmp_path, capsys):
     bundle = tmp_path / "bundle"
     assert write_bundle(bundle, "llama3", "--lr", "100") == 2
     assert "larger tolerances would hide bugs" in capsys.readouterr().err
+    assert write_bundle(bundle, "qwen3_next") == 2
+    assert "model.mtp_layers = 1: a bundle has the loss of the" in capsys.readouterr().err
     assert not bundle.exists()
     assert compare(bundle, bundle, capsys)[0] == 2
