@@ -14,6 +14,7 @@ import threading
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -300,6 +301,24 @@ def test_the_meters_are_scalars_and_layer_norms_are_not_on_the_console(
     }
     assert shown["layer_norms/update/output"] == [(3, 2.5)]
     assert "noise scale" in caplog.text and "layer" not in caplog.text
+
+
+def test_the_loss_of_each_depth_is_an_event_beside_the_step_line():
+    lines = []
+    sinks: Any = types.SimpleNamespace(
+        step=lines.append, event=lambda *place, **fields: lines.append((*place, fields))
+    )
+    one = torch.tensor(1.0)
+    result = types.SimpleNamespace(
+        loss=one, z_loss=one, grad_norm=one, lr=0.1, mtp_losses=torch.tensor([2.0, 3.0])
+    )
+    counters = types.SimpleNamespace(tokens=1, samples=1)
+    state: Any = types.SimpleNamespace(counters=counters, loss_scale=None)
+    meter: Any = types.SimpleNamespace(read=dict)
+    info: Any = types.SimpleNamespace(step=4, result=result)
+    log_metrics(state, meter, sinks, 1).run(info)
+    assert lines[0]["loss"] == 1.0
+    assert lines[1] == (4, "mtp_losses", {"depth_1": 2.0, "depth_2": 3.0})
 
 
 def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
