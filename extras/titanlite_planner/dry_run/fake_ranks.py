@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.distributed import rank_tree
+from titanlite.kernels import documents
 from titanlite.models import TokenEmbedding, loss
 
 aten = torch.ops.aten
@@ -135,7 +136,8 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
     """Tensors that are made in the block are fake, on the CPU.
 
     `like_cuda`: norms save what CUDA's kernel saves for backward, where a CPU's saves more in
-    bfloat16, and the embedding is torch's.
+    bfloat16, the embedding is torch's, and attention with sinks or documents saves keys and values
+    once, not for each query head.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     as_cuda = [
@@ -143,6 +145,7 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
         (torch, "rms_norm", _rms_norm),
         (TokenEmbedding, "forward", torch.nn.Embedding.forward),
         (loss, "_add_weight_grad", _weight_grad_as_cuda),
+        (documents, "repeat_kv_heads", lambda kv, q: kv),
     ]
     shards = "_compute_local_shape_and_global_offset"
     always = [

@@ -160,7 +160,7 @@ class BlockActivations:
             self.workload.model.norms_per_block * (self.residual + self.norm_extra)
             + self.normed
             + self.query
-            + 2 * self.key
+            + self._saved_keys_and_values
             + qk_norm
             + self.attention_core
             + feed_forward
@@ -260,6 +260,12 @@ class BlockActivations:
     def _repeated(self) -> float:
         """Copies of keys and values for each query head, as a CPU's kernel needs them."""
         return 2 * self.query if self.key < self.query else 0.0
+
+    @cached_property
+    def _saved_keys_and_values(self) -> float:
+        """What attention saves of them; with sinks on a CPU, those copies (documents.py)."""
+        copied = self.on_cpu and self.workload.model.sinks and self._repeated
+        return self._repeated if copied else 2 * self.key
 
     @cached_property
     def ring_forward(self) -> float:

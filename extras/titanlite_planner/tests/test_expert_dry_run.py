@@ -83,8 +83,12 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
             [
                 "--parallelism.tensor_parallel_degree=2",
                 "--parallelism.expert_parallel_degree=4",
-                "--activation_checkpoint.mode=full",
+                "--activation_checkpoint.mode=none",
             ],
+        ),
+        (
+            "gpt_oss",  # a CPU repeats keys and values
+            ["--job.device=cpu", "--model.n_layers=2", "--activation_checkpoint.mode=none"],
         ),
         (
             "deepseek_v3",  # its first block has no experts
@@ -110,8 +114,9 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
 def test_the_estimate_of_a_family_equals_a_dry_run(family, options):
     flavor = next(iter(FAMILIES[family].flavors))
     argv = [f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=512"]
+    limit = 0.01 if family == "gpt_oss" else 0.03  # its copies of keys and values are 2 to 4 %
     for step, estimate in compare([*argv, *options], 4):
-        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=limit)
 
 
 def test_blocks_with_experts_and_without_are_of_different_kinds():
