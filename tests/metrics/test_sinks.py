@@ -14,7 +14,6 @@ import threading
 import types
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -86,17 +85,18 @@ def logged():
     logger.setLevel(level)
 
 
-def test_a_step_line_has_the_promised_keys_in_their_order(tmp_path):
+def test_a_step_line_has_the_promised_keys_and_depths_are_an_event_behind_it(tmp_path):
     state = SimpleNamespace(counters=Counters(1, 8, 4096), loss_scale=None)
     meter = ThroughputMeter(
         flops_per_token=1.0, peak_flops=None, devices=1, device=torch.device("cpu")
     )
     tensors = dict.fromkeys(("loss", "z_loss", "grad_norm"), torch.ones(()))
-    result = SimpleNamespace(lr=3e-4, **tensors)
+    result = SimpleNamespace(lr=3e-4, mtp_losses=torch.tensor([2.0, 3.0]), **tensors)
     with open_in(tmp_path) as sinks:
         log_metrics(state, meter, sinks, 1).run(SimpleNamespace(step=1, result=result))
-    (line,) = read_records(tmp_path)
+    line, depths = read_records(tmp_path)
     assert list(line) == [*STEP, "time"] and line["time"] > 1.6e9
+    assert (depths["event"], depths["depth_1"], depths["depth_2"]) == ("mtp_losses", 2.0, 3.0)
 
 
 KILLED = """
@@ -301,24 +301,6 @@ def test_the_meters_are_scalars_and_layer_norms_are_not_on_the_console(
     }
     assert shown["layer_norms/update/output"] == [(3, 2.5)]
     assert "noise scale" in caplog.text and "layer" not in caplog.text
-
-
-def test_the_loss_of_each_depth_is_an_event_beside_the_step_line():
-    lines = []
-    sinks: Any = types.SimpleNamespace(
-        step=lines.append, event=lambda *place, **fields: lines.append((*place, fields))
-    )
-    one = torch.tensor(1.0)
-    result = types.SimpleNamespace(
-        loss=one, z_loss=one, grad_norm=one, lr=0.1, mtp_losses=torch.tensor([2.0, 3.0])
-    )
-    counters = types.SimpleNamespace(tokens=1, samples=1)
-    state: Any = types.SimpleNamespace(counters=counters, loss_scale=None)
-    meter: Any = types.SimpleNamespace(read=dict)
-    info: Any = types.SimpleNamespace(step=4, result=result)
-    log_metrics(state, meter, sinks, 1).run(info)
-    assert lines[0]["loss"] == 1.0
-    assert lines[1] == (4, "mtp_losses", {"depth_1": 2.0, "depth_2": 3.0})
 
 
 def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
