@@ -41,6 +41,7 @@ SETTINGS = {
     "metrics.noise_scale_freq": 37,  # the first step after the roll-back
 }
 VALIDATE = ("--validation.enable", "true", "--validation.freq", str(STEPS))
+VALIDATE += ("--validation.steps", "-1")
 SECONDS = 180  # for one run, which takes about five on an idle machine
 
 

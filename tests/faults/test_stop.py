@@ -179,7 +179,8 @@ def test_a_step_that_torchrun_would_not_wait_for_is_abandoned_and_repeated(
     if pipeline > 1:
         layout += ("--parallelism.pipeline_parallel_schedule", "1F1B")
     out, whole = tmp_path / "out", tmp_path / "whole"
-    options = argv_of(run_toml, *layout, "--training.local_batch_size", str(pipeline))
+    layout += ("--training.local_batch_size", str(pipeline), "--training.steps", "4")
+    options = argv_of(run_toml, *layout, "--validation.enable", "false")
     started = partial(stop_in_micro_batch, str(tmp_path))
     with LaunchedRun(2, out, *options, "--checkpoint.interval", "100", prepare=started) as run:
         run.wait_for(lambda: len(list(tmp_path.glob("in_step_3.*"))) == 2)
