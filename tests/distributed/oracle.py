@@ -364,13 +364,18 @@ def reference_logits(model, inputs: Tensor, recipe: Recipe, labels: Tensor | Non
     """Logits [B, T, V]; each document is a separate sequence of a model without document mask."""
     if not recipe.documents:
         return model(inputs)
-    rows = []
     is_end = labels == PACKED_END if recipe.packed else inputs == DOCUMENT_END
-    for row, row_ends in zip(inputs, is_end, strict=True):
-        ends = row_ends.nonzero().flatten() + 1
-        documents = row.tensor_split(ends)
-        rows.append(torch.cat([model(tokens[None])[0] for tokens in documents if len(tokens)]))
-    return torch.stack(rows)
+    by_length: dict[int, list[Tensor]] = {}
+    places = torch.arange(inputs.numel()).view_as(inputs)
+    for row, row_ends in zip(places, is_end, strict=True):
+        for document in row.tensor_split(row_ends.nonzero().flatten() + 1):
+            by_length.setdefault(len(document), []).append(document)
+    by_length.pop(0, None)
+    # those of equal length are a batch, whose rows the model computes independently
+    batches = [torch.stack(documents) for documents in by_length.values()]
+    logits = torch.cat([model(inputs.flatten()[batch]).flatten(0, 1) for batch in batches])
+    order = torch.cat([batch.flatten() for batch in batches]).argsort()
+    return logits[order].unflatten(0, inputs.shape)
 
 
 def reference_outputs(

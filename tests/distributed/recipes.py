@@ -72,6 +72,11 @@ def recipe_of(family: str, **changes) -> Recipe:
     return replace(recipe, **changes)
 
 
+LINEAR_ATTENTION_ALONE = recipe_of("qwen3_5", steps=1)
+LINEAR_ATTENTION_ALONE = replace(
+    LINEAR_ATTENTION_ALONE, sizes=replace(LINEAR_ATTENTION_ALONE.sizes, n_layers=1)
+)
+
 # DeepSeek-V3 that predicts two further tokens
 FURTHER_TOKENS = recipe_of(
     "deepseek_v3", documents=True, balancing=LoadBalancing(0.1, 0.1, bias_update_rate=0.02)

@@ -32,6 +32,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import (
     CHANGES,
     FURTHER_TOKENS,
+    LINEAR_ATTENTION_ALONE,
     MOE,
     SIGMOID,
     SOFTMAX,
@@ -76,8 +77,8 @@ RECIPES = {
     "experts, Muon": replace(MOE, optimizer="Muon", lr=1e-3),
     "experts, documents": replace(MOE, documents=True),
     "experts without tokens": SPARSE,
-    "balancing, softmax": SOFTMAX,
-    "balancing, sigmoid": SIGMOID,
+    "balancing, softmax": replace(SOFTMAX, steps=2),
+    "balancing, sigmoid": replace(SIGMOID, steps=2),
     "balancing, Muon": replace(SIGMOID, optimizer="Muon", lr=1e-3),
     "balancing, Adafactor": replace(SOFTMAX, optimizer="Adafactor", lr=1e-3),
     "balancing, adaptive clipping": replace(SOFTMAX, adaptive=0.05),
@@ -94,6 +95,7 @@ RECIPES = {
     "linear attention, documents": recipe_of("qwen3_next", documents=True, steps=1),
     "linear attention, Muon": recipe_of("qwen3_next", optimizer="Muon", lr=1e-3),
     "linear attention, no experts": recipe_of("qwen3_5", steps=1),
+    "linear attention alone": LINEAR_ATTENTION_ALONE,
     "further tokens": FURTHER_TOKENS,
     **{name: recipe_of(name) for name in CHANGES},
     # with 0.2, the parts of the second gradient of a router's bias cancel all but its rounding
@@ -111,7 +113,7 @@ TABLE = """
 accumulate=3
 shard=2,accumulate=3; tensor=2,accumulate=3; context=2,accumulate=3; replicate=2,accumulate=3
     ; context=2,rotate=alltoall,balancer=none,accumulate=3; pipeline=2,microbatch=3,accumulate=3
-shard=2,tensor=2,accumulate=3; context=2,tensor=2,balancer=none,accumulate=3
+shard=2,tensor=2,accumulate=3; [short] context=2,tensor=2,balancer=none
     ; context=2,shard=2,rotate=alltoall,accumulate=3
 shard=3,accumulate=3; [tied embeddings] shard=3
 
@@ -228,7 +230,7 @@ shard=2; tensor=2; pipeline=2,microbatch=6; shard=2,expert=2; replicate=2
     ; context=2,recompute=full; context=2,balancer=none
     ; [linear attention, Muon] shard=2; tensor=2
     ; [linear attention, no experts] tensor=2,compile=aot_eager,recompute=full
-    ; context=2,compile=aot_eager
+    ; [linear attention alone] context=2,compile=aot_eager
 context=4; replicate=2,shard=2; [linear attention, documents] context=4; tensor=2,context=2
     ; pipeline=2,context=2,microbatch=6
 
