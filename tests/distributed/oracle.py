@@ -362,20 +362,29 @@ def _clip_rows(model, factor: float) -> None:
 
 def reference_logits(model, inputs: Tensor, recipe: Recipe, labels: Tensor | None = None) -> Tensor:
     """Logits [B, T, V]; each document is a separate sequence of a model without document mask."""
+    batches, order = document_batches(inputs, recipe, labels)
+    logits = torch.cat([model(inputs.flatten()[batch]).flatten(0, 1) for batch in batches])
+    return logits[order].unflatten(0, inputs.shape)
+
+
+def document_batches(
+    inputs: Tensor, recipe: Recipe, labels: Tensor | None
+) -> tuple[list[Tensor], Tensor]:
+    """(places in the flat inputs of the documents of each length, order that sorts all places).
+
+    Those of equal length [N, length] are a batch, whose rows the model computes independently.
+    """
+    places = torch.arange(inputs.numel()).view_as(inputs)
     if not recipe.documents:
-        return model(inputs)
+        return [places], places.flatten()
     is_end = labels == PACKED_END if recipe.packed else inputs == DOCUMENT_END
     by_length: dict[int, list[Tensor]] = {}
-    places = torch.arange(inputs.numel()).view_as(inputs)
     for row, row_ends in zip(places, is_end, strict=True):
         for document in row.tensor_split(row_ends.nonzero().flatten() + 1):
             by_length.setdefault(len(document), []).append(document)
     by_length.pop(0, None)
-    # those of equal length are a batch, whose rows the model computes independently
     batches = [torch.stack(documents) for documents in by_length.values()]
-    logits = torch.cat([model(inputs.flatten()[batch]).flatten(0, 1) for batch in batches])
-    order = torch.cat([batch.flatten() for batch in batches]).argsort()
-    return logits[order].unflatten(0, inputs.shape)
+    return batches, torch.cat([batch.flatten() for batch in batches]).argsort()
 
 
 def reference_outputs(
@@ -386,7 +395,8 @@ def reference_outputs(
     hook = model.norm.register_forward_hook(lambda _, __, output: states.append(output))
     logits = reference_logits(model, inputs, recipe, labels)
     hook.remove()
-    hidden = torch.cat([state.flatten(0, 1) for state in states]).view(*inputs.shape, -1)
+    order = document_batches(inputs, recipe, labels)[1]
+    hidden = torch.cat([state.flatten(0, 1) for state in states])[order].view(*inputs.shape, -1)
     return logits, *reference_depths(model, hidden, inputs, labels, recipe)
 
 

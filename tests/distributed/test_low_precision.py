@@ -103,7 +103,7 @@ def test_float8_is_as_accurate_under_every_layout_as_on_one_process():
 @pytest.mark.parametrize(
     "family, layouts",  # both kinds of router
     [
-        ("qwen3_moe", "tensor=2,expert=2,accumulate=3"),
+        ("qwen3_moe", "tensor=2,expert=2,accumulate=2"),
         ("gpt_oss", "context=2; tensor=2,expert=2,recompute=full"),
         ("deepseek_v3", "tensor=2; shard=2,expert=2,recompute=full"),
     ],
@@ -114,4 +114,4 @@ def test_families_with_experts_are_as_accurate_under_every_layout_as_on_one_proc
     """Rounding selects other experts for a few tokens, on one process as in a layout."""
     sizes = FURTHER_TOKENS.sizes if family == "deepseek_v3" else recipe_of(family).sizes
     recipe = replace(RECIPE, sizes=sizes)
-    check_cases([PrecisionCase(x, recipe, batches=7) for x in parse_layouts(layouts)])
+    check_cases([PrecisionCase(x, recipe, batches=5) for x in parse_layouts(layouts)])
