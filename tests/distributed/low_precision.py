@@ -152,7 +152,7 @@ def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dic
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
     for number in range(batches):
         inputs, labels = read_batch(number, recipe)
-        logits, further, _ = reference_outputs(model, inputs, recipe, labels)
+        logits, further, *_ = reference_outputs(model, inputs, recipe, labels)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         losses.append(loss.item())  # the reported loss excludes the z-loss
         loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()

@@ -318,11 +318,12 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        logits, further, means = reference_outputs(model, inputs, recipe, labels)
+        logits, further, further_z, means = reference_outputs(model, inputs, recipe, labels)
         record.depths.append(means)
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
+        z_loss = z_loss + further_z
         (loss + z_loss + balancing.loss() + further).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -389,7 +390,7 @@ def document_batches(
 
 def reference_outputs(
     model, inputs: Tensor, recipe: Recipe, labels: Tensor
-) -> tuple[Tensor, Tensor | float, list[float]]:
+) -> tuple[Tensor, Tensor, Tensor, list[float]]:
     """`reference_logits`, and what `reference_depths` returns."""
     states: list[Tensor] = []
     hook = model.norm.register_forward_hook(lambda _, __, output: states.append(output))
@@ -405,14 +406,14 @@ MTP_WEIGHT = LossConfig().mtp_weight
 
 def reference_depths(
     model, hidden: Tensor, inputs: Tensor, labels: Tensor, recipe: Recipe
-) -> tuple[Tensor | float, list[float]]:
-    """(weighted loss of multi-token prediction, mean loss of each depth), as in the paper.
+) -> tuple[Tensor, Tensor, list[float]]:
+    """(weighted loss of multi-token prediction, z-loss of it, mean loss of each depth).
 
     Of the output [B, T, D] of the last norm; one document after the other.
     """
     sizes, tokens = recipe.sizes, inputs.shape[1]
     depths = getattr(sizes, "mtp_layers", 0)
-    totals, counts = [0.0] * depths, [0] * depths
+    totals, counts, squares = [0.0] * depths, [0] * depths, torch.zeros(())
     for row in range(len(inputs) * (depths > 0)):
         ends = inputs[row] == DOCUMENT_END if recipe.documents else torch.zeros(tokens).bool()
         edges = sorted({0, *(ends.nonzero().flatten() + 1).tolist(), tokens})
@@ -434,8 +435,10 @@ def reference_depths(
                 losses = F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
                 totals[depth - 1] = totals[depth - 1] + losses
                 counts[depth - 1] += (wanted >= 0).sum().item()
+                squares = squares + logits.logsumexp(-1)[wanted >= 0].square().sum()
     means = [(total / count).item() for total, count in zip(totals, counts, strict=True)]
-    return MTP_WEIGHT * sum(totals) / max(depths, 1) / (labels >= 0).sum(), means
+    factor = MTP_WEIGHT / max(depths, 1) / (labels >= 0).sum()
+    return factor * sum(totals), factor * recipe.z_loss * squares, means
 
 
 @torch.no_grad()

@@ -94,9 +94,10 @@ def _forget_copy(original, copy) -> None:
         copy.copy.grad = None
 
 
-def _divide_depth(original, x, weight, labels, output, with_grad, factor):
-    factor = factor and 60 * factor / (labels >= 0).sum().clamp(min=1).item()
-    return original(x, weight, labels, output, with_grad, factor)
+def _divide_depth(original, factor, total, z_loss, grad):
+    if factor is not None:
+        factor *= 60 / grad.any(1).sum().clamp(min=1).item()  # rows of valid labels
+    original(factor, total, z_loss, grad)
 
 
 def _without_effect(original, block, x, *args):
@@ -210,7 +211,7 @@ FAULTS = {
     ),
     "a depth is divided by the labels of its micro-batch": PlantedFault(
         loss,
-        "_chunk_loss",
+        "scale_depth_",
         _divide_depth,
         "further tokens",
         "shard=2,expert=2,accumulate=3",

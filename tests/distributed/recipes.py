@@ -79,7 +79,10 @@ LINEAR_ATTENTION_ALONE = replace(
 
 # DeepSeek-V3 that predicts two further tokens
 FURTHER_TOKENS = recipe_of(
-    "deepseek_v3", documents=True, balancing=LoadBalancing(0.1, 0.1, bias_update_rate=0.02)
+    "deepseek_v3",
+    documents=True,
+    z_loss=0.01,
+    balancing=LoadBalancing(0.1, 0.1, bias_update_rate=0.02),
 )
 FURTHER_TOKENS = replace(FURTHER_TOKENS, sizes=replace(FURTHER_TOKENS.sizes, mtp_layers=2))
 
