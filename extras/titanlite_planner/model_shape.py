@@ -102,12 +102,7 @@ def shape_of(spec: ModelSpec[Any], sizes: ModelSizes) -> ModelShape:
     return replace(facts, name=spec.name, tied_embeddings=bool(spec.tied_parameters(sizes)))
 
 
-@lru_cache(maxsize=64)
-def _read_modules(
-    build: Callable[[Any], nn.Module], blocks_path: str, experts: ExpertSizes | None, sizes: Any
-) -> ModelShape:
-    with torch.device("meta"):
-        model = build(sizes)
+def _check_is_known(model: nn.Module) -> None:
     if any(isinstance(module, DeltaRule) for module in model.modules()):
         raise ConfigError(
             "the planner has no formulas for linear attention: it cannot estimate the memory or the"
@@ -115,6 +110,15 @@ def _read_modules(
             fix="For the memory of one layout, use python -m titanlite_planner dry-run; a short job"
             " logs both.",
         )
+
+
+@lru_cache(maxsize=64)
+def _read_modules(
+    build: Callable[[Any], nn.Module], blocks_path: str, experts: ExpertSizes | None, sizes: Any
+) -> ModelShape:
+    with torch.device("meta"):
+        model = build(sizes)
+    _check_is_known(model)
     blocks = list(model.get_submodule(blocks_path).children())
     parameters = dict(blocks[-1].named_parameters())
     windows = [m.window for m in blocks[0].modules() if isinstance(m, CausalAttention)]
