@@ -16,7 +16,8 @@ from titanlite.kernels.documents import index_documents
 from titanlite.kernels.flash import window_mask
 from titanlite.models import FAMILIES
 from titanlite.models.decoder import build_caches
-from titanlite.optim import MatrixFacts
+from titanlite.optim import MatrixFacts, OptimizerConfig
+from titanlite.optim.recipe import matches_any
 from titanlite.parallelize.weight_init import init_weights
 from titanlite_planner.memory.model_parts import parts_of_shape
 from titanlite_planner.model_shape import count_active_parameters, shape_of
@@ -124,6 +125,16 @@ def test_every_module_with_parameters_has_a_role_and_a_hugging_face_name(name):
     costs = family.module_flops(model.sizes, 16)  # in execution order, as a pipeline splits them
     modules = [child for child, _ in model.named_children() if child != "layers"]
     assert [part for part in costs if not part.startswith("layers.")] == modules
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weight_decay_is_that_of_matrices(name):
+    with torch.device("meta"):
+        model = FAMILIES[name].build(smallest(FAMILIES[name]))
+    section = OptimizerConfig.of(name="AdamW")
+    for parameter, weight in model.named_parameters():
+        is_vector = weight.dim() == 1 or weight.shape[-1] == 1  # a stack of biases is [E, N, 1]
+        assert matches_any(parameter, section.no_decay) == is_vector, parameter
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -93,8 +93,10 @@ class OptimizerConfig(KeyedSection):
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     weight_decay: Annotated[float, Range(0)] = 0.1
     # multiplied by the weights and the learning rate, and subtracted; Adam and SGD: see `name`
-    no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
-    # name patterns of parameters without weight decay
+    no_decay: list[str] = field(
+        default_factory=lambda: ["*norm.weight", "*bias", "*.b[123]", "*.sinks.weight", "*.A_log"]
+    )
+    # name patterns of parameters without weight decay; the default: all that are vectors
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
 
