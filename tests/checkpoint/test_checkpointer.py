@@ -628,6 +628,8 @@ def test_the_advice_about_a_changed_property_is_true():
     saved, current = {"model": {"dim": 32}}, {"model": {"dim": 64}}
     assert "initial_load_path" in property_error(saved, current)
     assert "initial_load_path" not in property_error(saved, current, model_only=True)
+    dropped = property_error({"model": {"mtp_layers": 1}}, {"model": {"mtp_layers": 0}})
+    assert "initial_load_in_hf" in dropped and "allow_changes" not in dropped
 
 
 # --- other file systems --------------------------------------------------------------------------

@@ -430,6 +430,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path, case):
     others = {"model.visual.pos_embed.weight": torch.ones(4, 4), "mtp.fc.weight": torch.ones(4, 8)}
     save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "text" / "config.json").read_text())
+    text["tie_word_embeddings"] = True  # the key beside it counts
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 1]}
     config = {"tie_word_embeddings": False, "text_config": text, "vision_config": {"depth": 2}}
     config |= {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
@@ -467,6 +468,7 @@ REFUSED = {  # family -> changes of config.json, each with what the error names
         ({"layer_types": ["sliding_attention"]}, 'layer_types = ["sliding_attention"]'),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
         ({"attention_bias": True}, "attention_bias = true"),
+        ({"is_causal": None}, "is_causal = false (only true is supported)"),
         ({"hidden_size": None}, "hidden_size = null"),
     ],
     "mistral": [

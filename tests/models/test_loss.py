@@ -48,7 +48,17 @@ def test_every_chunk_size_gives_the_loss_and_gradients_of_all_logits(chunk, z_lo
     for a, b in zip(actual[1:], expected[1:], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
     z_part = expected[0] - reference_loss(output, x, labels).item()
-    assert output.last_z_loss.item() == pytest.approx(z_part, rel=1e-5, abs=1e-5)
+    own, z_loss = output.last_terms.tolist()
+    assert z_loss == pytest.approx(z_part, rel=1e-5, abs=1e-5)
+    assert own + z_loss == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_the_loss_of_further_tokens_changes_no_bit_of_the_logged_one():
+    output, x, labels = random_inputs(chunk_tokens=7, mtp_weight=1e5)
+    output(x, labels=labels)
+    alone = output.last_terms[0].item()
+    output(torch.cat((x, x + 1)), labels=torch.cat((labels, labels)), depths=1)
+    assert output.last_terms[0].item() == alone
 
 
 def test_a_validation_loss_does_not_include_z_loss():
@@ -57,7 +67,7 @@ def test_a_validation_loss_does_not_include_z_loss():
         assert output(x, labels=labels).item() == pytest.approx(
             reference_loss(output, x, labels).item()
         )
-    assert output.last_z_loss == 0
+    assert output.last_terms[1] == 0
 
 
 def test_the_loss_that_is_compiled_equals_the_eager_one():

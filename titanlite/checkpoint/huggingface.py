@@ -164,7 +164,8 @@ def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFace
             stored_as[name] = stored_as[original]
     expected = {name: shape for stored in stored_as.values() for name, shape in stored.items()}
     _check_tensors_match(folder, spec, locations, expected)
-    if ignored := locations.keys() - expected.keys():
+    ahead = tuple(mapping.prediction_prefixes(locations))  # which the log names already
+    if ignored := {x for x in locations.keys() - expected.keys() if not x.startswith(ahead)}:
         lines = _format_names("tensors are not part of the model, and not read", ignored)
         logger.info("%s: %s", folder, lines[0])
     first = mapping.outputs_before(shapes)
@@ -328,12 +329,16 @@ def _read_header(folder: StorageFolder, file_name: str) -> dict[str, TensorLocat
 
 
 def _read_text_config(folder: StorageFolder) -> dict[str, Any]:
-    """config.json, with the keys of its `text_config`, which that of a multimodal model has."""
+    """config.json, with the keys of its `text_config`, which that of a multimodal model has.
+
+    transformers ties the embeddings of such a model by the key beside `text_config`.
+    """
     config = _read_json_table(folder, CONFIG_FILE)
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    return {**config, **text, "architectures": config.get("architectures")}
+    outer = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    return {**config, **text, **outer}
 
 
 def _name_as_text_model(locations: dict[str, TensorLocation]) -> dict[str, TensorLocation]:

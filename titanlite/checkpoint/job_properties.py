@@ -56,6 +56,12 @@ def check_job_properties(
     )
     if model_only:  # initial_load_path is in use already
         fix = f"Set [model] as it was saved, or allow it: checkpoint.allow_changes = [{quoted}]."
+    if "mtp_layers" in differences.get("model", ""):
+        fix = (
+            "Set model.mtp_layers as it was saved: a checkpoint keeps its blocks for multi-token"
+            " prediction. To train without them, write a folder (scripts/checkpoint.py to-hf) and"
+            " start from it with checkpoint.initial_load_in_hf = true."
+        )
     raise CheckpointError(
         f"{folder}: differs from this job: {', '.join(differences.values())}.", fix=fix
     ).mark_on_all_ranks()

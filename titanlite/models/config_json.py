@@ -90,6 +90,7 @@ SAME_AS_LLAMA = {  # values without which a model is not computed as Llama's blo
     "mlp_bias": False,
 }
 UNSUPPORTED = {  # keys of many architectures that none of ours implements
+    "is_causal": True,  # transformers takes null for false
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
@@ -316,7 +317,7 @@ class HuggingFaceMapping(Generic[SizesT]):
 
     def _booleans(self) -> set[str]:
         """The keys whose values are true or false."""
-        fixed = {key for key, value in self.fixed.items() if isinstance(value, bool)}
+        fixed = {k for k, value in {**UNSUPPORTED, **self.fixed}.items() if isinstance(value, bool)}
         return fixed | {k for n, k in self.keys.items() if isinstance(self._default_of(n), bool)}
 
     def _without_implied_width(self, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class OutputLayer(nn.Linear):
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.config, self.vocabulary = LossConfig(), Vocabulary()
-        self.last_z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
+        self.last_terms: Tensor | None = None
+        # [2] in fp32, of the last loss: the cross-entropy without further depths, and the z-loss
         self.last_depths: Tensor | None = None  # see `sums_of_depths`
         self._observer: Callable[[Tensor], None] | None = None
 
@@ -100,7 +101,7 @@ class OutputLayer(nn.Linear):
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
         with_grad = torch.is_grad_enabled()
-        loss, self.last_z_loss, token_losses = _OutputLoss.apply(
+        loss, self.last_terms, token_losses = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.reshape(1 + depths, -1), self, with_grad
         )
         self.last_depths = sums_of_depths(token_losses, labels.reshape(1 + depths, -1))
@@ -110,15 +111,15 @@ class OutputLayer(nn.Linear):
 
 
 class _OutputLoss(torch.autograd.Function):
-    """(summed loss, its z-loss part, cross-entropy of each token [N]) of hidden states [N, D],
-    weights [V', D] and labels [1, N]; of all depths, if labels are [1 + depths, N]."""
+    """(summed loss, `OutputLayer.last_terms`, cross-entropy of each token [N]) of hidden states
+    [N, D], weights [V', D] and labels [1, N]; of all depths, if labels are [1 + depths, N]."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = chunks_of_depths(labels, output.config.chunk_tokens, output.config.mtp_weight)
-        total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
+        total, own, z_total = (torch.zeros((), device=x.device) for _ in range(3))
         token_losses = torch.empty(len(x), device=x.device)
         x_grad = torch.empty_like(x) if with_grad else None
         weight_grad: Tensor | None = None
@@ -126,6 +127,7 @@ class _OutputLoss(torch.autograd.Function):
         for rows, factor in parts:
             losses, z_loss, grad = _chunk_loss(x[rows], weight, labels[rows], output, with_grad)
             token_losses[rows], loss = losses, losses.sum()
+            own = own + loss if factor is None else own
             scale_depth_(factor, loss, z_loss, grad)
             total, z_total = total + loss + z_loss, z_total + z_loss
             if x_grad is None or grad is None:
@@ -139,8 +141,9 @@ class _OutputLoss(torch.autograd.Function):
         if with_grad:
             ctx.save_for_backward(x_grad, weight_grad)
             ctx.dtype = weight.dtype
-        ctx.mark_non_differentiable(z_total, token_losses)
-        return total, z_total, token_losses
+        terms = torch.stack((own, z_total))
+        ctx.mark_non_differentiable(terms, token_losses)
+        return total, terms, token_losses
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_):

@@ -154,17 +154,6 @@ def scale_depth_(factor: float | None, *tensors: Tensor | None) -> None:
             tensor.mul_(factor)
 
 
-def add_depths(
-    terms: Tensor, depths: Tensor | None, weight: float, divisor: Tensor | float
-) -> Tensor:
-    """The loss terms [2] without the weighted loss of the depths in the first, and behind them
-    `sums_of_depths` divided by `divisor`: losses, then valid labels."""
-    if depths is None:
-        return terms
-    depths = depths / divisor
-    return torch.cat((terms[:1] - weight * depths[0].mean(), terms[1:], depths.flatten()))
-
-
 def sums_of_depths(token_losses: Tensor, labels: Tensor) -> Tensor | None:
     """[2, depths] in fp32: the loss and the valid labels of each depth, of all [1 + depths, N]."""
     if len(labels) == 1:

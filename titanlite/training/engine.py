@@ -30,8 +30,8 @@ class Engine(Protocol):
         """Add the gradients of summed loss / `divisor`; return this rank's share of that loss.
 
         `divisor` []: the number of valid labels in the global batch, divided by the loss scale if
-        there is one. The result is the cross-entropy and the z-loss, whose sum is the training
-        loss, and `add_depths`. `set_phase` is called with the name of each phase when it begins.
+        there is one. The result is the cross-entropy, the z-loss, and with multi-token prediction
+        `sums_of_depths`. `set_phase` is called with the name of each phase when it begins.
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:

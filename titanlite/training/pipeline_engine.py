@@ -130,7 +130,7 @@ class PipelineEngine:
     def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Called by torch as loss function; the last stage already computed the loss in forward."""
         loss = loss / self._divisor
-        self._losses.append(loss_terms(loss, self._sharded.output, self._divisor))
+        self._losses.append(loss_terms(self._sharded.output, self._divisor))
         return loss
 
     def _schedule_for(

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
-from titanlite.models.mtp import add_depths
 from titanlite.parallelize import ShardedModel
 from titanlite.parallelize.fsdp import GradientSums
 from titanlite.training.batch import Batch, TokenSelector
@@ -56,7 +55,7 @@ class SpmdEngine:
             loss = self._loss_of(microbatch, self._tokens.look_ahead(microbatch)) / divisor
             set_phase("backward")
             loss.backward()
-            total += loss_terms(loss, self._output, divisor)
+            total += loss_terms(self._output, divisor)
         self._sums.finish()  # those without a gradient in the last micro-batch
         reshard([self._model])  # the update makes the weights that one rank keeps out of date
         return total
@@ -84,12 +83,11 @@ class SpmdEngine:
         )
 
 
-def loss_terms(loss: Tensor, output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
-    """[cross-entropy, z-loss] of their sum `loss`, and `add_depths`; by the last forward."""
-    assert output is not None and output.last_z_loss is not None
-    z_loss = output.last_z_loss / divisor
-    terms = torch.stack((loss.detach() - z_loss, z_loss))
-    return add_depths(terms, output.last_depths, output.config.mtp_weight, divisor)
+def loss_terms(output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
+    """What `Engine.forward_backward` returns, of the last forward."""
+    assert output is not None and output.last_terms is not None
+    depths = [] if output.last_depths is None else [output.last_depths.flatten()]
+    return torch.cat([output.last_terms, *depths]) / divisor
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
