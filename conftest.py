@@ -35,6 +35,43 @@ def pytest_addoption(parser) -> None:
     )
 
 
+SWEEPS = (  # tests that run with `--layouts 2` only: others find the same faults with less work
+    "test_dry_run.py::test_the_estimate_equals_a_dry_run[FSDP 2, not resharded after forward]",
+    "test_dry_run.py::test_the_estimate_equals_a_dry_run[FSDP 3, uneven]",
+    "test_dry_run.py::test_the_estimate_equals_a_dry_run[PP 2, HSDP without shards]",
+    "test_dry_run.py::test_the_estimate_equals_a_dry_run[PP 2, TP 2]",
+    "test_expert_dry_run.py::test_the_formula_equals_a_dry_run[EP 2, full]",
+    "test_expert_dry_run.py::test_the_formula_equals_a_dry_run[EP 4, TP 2, op]",
+    "test_expert_dry_run.py::test_the_formula_equals_a_dry_run[TP 2, EP 2, own tokens]",
+    "test_recipe.py::test_kills_and_workers_change_no_byte",
+    "test_steady_state.py::test_no_step_waits_for_the_device[Float8 scales, compile]",
+    "test_steady_state.py::test_no_step_waits_for_the_device[SOAP, Float8 rowwise]",
+    "test_steady_state.py::test_no_step_waits_for_the_device[offload, Float8 scales]",
+    "test_steady_state.py::test_collectives_have_the_configured_dtypes[CP, ring]",
+    "test_steady_state.py::test_collectives_have_the_configured_dtypes[replicas]",
+    "test_float8.py::test_tensor_and_context_parallel_train_like_one_process[four ranks]",
+    "test_guard.py::test_a_fault_that_is_gone_in_the_replay_changes_nothing[CP 2, loss]",
+    "test_guard.py::test_two_ranks_skip_and_name_each_fault[Float8]",
+    "test_low_precision.py::test_gradients_of_every_layout_are_as_accurate_as_on_one_process[tensor=4]",
+    "test_low_precision.py::test_z_loss_does_not_make_gradients_less_accurate",
+    "test_optimizers.py::test_a_run_saved_under_one_layout_resumes_under_another[hsdp-tp2]",
+    "test_optimizers.py::test_update_and_state_equal_one_process[fsdp3]",
+    "test_precision.py::test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit[4]",
+    "test_precision.py::test_every_layout_uses_the_configured_dtypes[4]",
+    "test_random_layouts.py::test_valid_random_layouts_are_as_precise_as_one_process",
+    "test_replica_check.py::test_one_flipped_bit_names_the_odd_rank_and_a_healthy_run_none[4]",
+    "test_stop.py::test_a_step_that_torchrun_would_not_wait_for_is_abandoned_and_repeated[1]",
+)
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    if config.getoption("--layouts") > 1 or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.nodeid.rpartition("/")[2] in SWEEPS]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_configure(config) -> None:
     if config.getoption("--fuzz"):  # instead of all other tests
         config.args = [str(ROOT / "tests" / "fuzz")]

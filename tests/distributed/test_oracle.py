@@ -129,15 +129,12 @@ tensor=2,loss_parallel=False; tensor=2,recompute=op; tensor=2,offload_activation
     ; [z-loss] tensor=2,chunk=100; tensor=2,loss_parallel=False; context=2,accumulate=2
     ; [muP, tied embeddings] tensor=2
     ; [adaptive clipping] shard=2; replicate=2; tensor=2; context=2
-shard=2,tensor=2,reduction=last_microbatch,early=True
-    ; shard=2,tensor=2,accumulate=2,loss_parallel=False,chunk=64,recompute=full
+shard=2,tensor=2,accumulate=2,loss_parallel=False,chunk=64,recompute=full
     ,reduction=last_microbatch,reshard=never
     ; tensor=4,chunk=336; replicate=2,tensor=2,offload_activations=True,recompute=selective
-    ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch
     ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch,early=True
-    ; replicate=2,context=2; context=4; context=4,rotate=alltoall,balancer=none
-    ; [clipped] shard=2,tensor=2; replicate=2,shard=2; [adaptive clipping] shard=2,tensor=2
-    ; [tied embeddings] tensor=4; shard=2,tensor=2
+    ; replicate=2,context=2; context=4,rotate=alltoall,balancer=none
+    ; [clipped] shard=2,tensor=2
 pipeline=2,microbatch=6,schedule=*,stages=6
     ; pipeline=2,microbatch=9,reshard=always; pipeline=2,microbatch=9,recompute=full
     ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble,recompute=selective,chunk=50
@@ -147,18 +144,15 @@ pipeline=2,microbatch=6,schedule=*,stages=6
     ; [clipped] pipeline=2,microbatch=9; [AdamW, clipped] pipeline=2,microbatch=9
     ; [muP, tied embeddings] pipeline=2,microbatch=9; [muP] pipeline=2,microbatch=9
     ; [adaptive clipping] pipeline=2,microbatch=9; [z-loss] pipeline=2,microbatch=9
-    ; [tied embeddings] pipeline=2,microbatch=9,schedule=*
-    ; pipeline=2,microbatch=9,offload=True,recompute=op
+    ; [tied embeddings] pipeline=2,microbatch=9; pipeline=2,microbatch=9,schedule=Interleaved1F1B
+    ; pipeline=2,microbatch=9,schedule=ZBVZeroBubble
     ; pipeline=2,microbatch=3,accumulate=3,reduction=last_microbatch,schedule=ZBVZeroBubble
 pipeline=4,microbatch=9; pipeline=2,tensor=2,microbatch=9,loss_parallel=False
     ; pipeline=2,shard=2,microbatch=9,reshard=always
-    ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,recompute=full
-    ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ,schedule=InterleavedZeroBubble
     ; [tied embeddings] pipeline=2,shard=2,microbatch=3,schedule=DualPipeV,reshard=never
     ; pipeline=2,replicate=2,microbatch=9
-    ; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
     ; pipeline=2,context=2,microbatch=9,schedule=Interleaved1F1B
 pipeline=2,shard=2,tensor=2,microbatch=9
 
@@ -167,7 +161,6 @@ tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
     ; shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager,recompute=op
     ; pipeline=2,microbatch=9,schedule=InterleavedZeroBubble,reshard=always,compile=aot_eager
     ; [balancing, one step] shard=2,expert=2,compile=aot_eager,recompute=full
-    ; [sinks, one step] tensor=2,compile=aot_eager,recompute=full
 
 # documents
 shard=2,accumulate=3; tensor=2,recompute=full; context=2
@@ -204,9 +197,7 @@ shard=2,tensor=2,expert=2,expert_tensor=2; replicate=2,shard=2,expert=2
 shard=2,accumulate=3; context=2; shard=2,expert=2,accumulate=3; tensor=2; tensor=2,expert=2
     ; pipeline=2,microbatch=2; replicate=2
     ; [balancing, sigmoid] shard=2,expert=2,accumulate=3; context=2; tensor=2
-    ; pipeline=2,microbatch=2,schedule=ZBVZeroBubble; replicate=2
-tensor=2,context=2,expert=2,recompute=full; replicate=2,shard=2,expert=2
-    ; [balancing, sigmoid] shard=2,tensor=2,expert=2,expert_tensor=2
+    ; pipeline=2,microbatch=2,schedule=ZBVZeroBubble
 
 # qwen3 + mistral + gpt2 + olmo2
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
@@ -216,10 +207,9 @@ shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
     ; [two windows, documents] context=2; [sinks, documents] context=2
     ; shard=2,accumulate=3,recompute=op; tensor=2; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
 
-# olmo2 + qwen2 + gemma3 + gpt_oss
-tensor=4; [gpt2 + deepseek_v3] shard=2,tensor=2; [sinks, Muon] shard=2,tensor=2
-    ; [gpt_oss] shard=2,tensor=2,expert=2,expert_tensor=2
-    ; context=2,tensor=2,expert=2,recompute=full
+# gpt_oss
+tensor=4; shard=2,tensor=2,expert=2,expert_tensor=2; context=2,tensor=2,expert=2,recompute=full
+    ; [gpt2 + deepseek_v3] shard=2,tensor=2; [sinks, Muon] shard=2,tensor=2
 
 # qwen3_next
 shard=2; tensor=2; pipeline=2,microbatch=6; shard=2,expert=2; replicate=2
@@ -256,6 +246,13 @@ pipeline=2,context=2,microbatch=3,accumulate=3,schedule=Interleaved1F1B
 shard=2,tensor=2; pipeline=2,tensor=2,microbatch=18; replicate=2,shard=2
 
 # short
+shard=2,tensor=2,reduction=last_microbatch,early=True
+    ; replicate=2,shard=2,accumulate=2,reduction=last_microbatch; context=4
+    ; [clipped] replicate=2,shard=2; [adaptive clipping] shard=2,tensor=2
+    ; [tied embeddings] tensor=4; shard=2,tensor=2
+    ; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble,reshard=always,recompute=full
+    ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
+    ; pipeline=2,tensor=2,microbatch=9,schedule=ZBVZeroBubble
 replicate=2,shard=2,tensor=2; pipeline=2,shard=2,tensor=2,microbatch=3,schedule=DualPipeV
     ; pipeline=2,context=2,tensor=2,microbatch=6,rotate=alltoall,schedule=Interleaved1F1B
 shard=2,tensor=2,recompute=op; shard=2,tensor=2,offload_activations=True,recompute=selective
@@ -281,7 +278,11 @@ pipeline=2,microbatch=9,schedule=DualPipeV,reshard=always,compile=aot_eager
 one
 shard=2,tensor=2
 
+# sinks, one step
+tensor=2,compile=aot_eager,recompute=full
+
 # tied embeddings
+pipeline=2,microbatch=9,schedule=*; pipeline=2,microbatch=9,offload=True,recompute=op
 pipeline=2,shard=2,microbatch=6,reshard=always,recompute=full
     ; pipeline=2,shard=2,microbatch=3,accumulate=3,reduction=last_microbatch
     ; pipeline=2,tensor=2,microbatch=18; pipeline=2,replicate=2,microbatch=3,accumulate=3
@@ -312,7 +313,12 @@ one
 shard=2,accumulate=3; tensor=2,expert=2; pipeline=2,microbatch=2
 replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
 
+# olmo2 + qwen2 + gemma3
+tensor=4
+
 # balancing, softmax
+tensor=2,context=2,expert=2,recompute=full; replicate=2,shard=2,expert=2
+    ; [balancing, sigmoid] shard=2,tensor=2,expert=2,expert_tensor=2; replicate=2,shard=2,expert=2
 one; compile=aot_eager,recompute=full
 pipeline=2,microbatch=2,schedule=ZBVZeroBubble
 shard=2,tensor=2,expert=2,expert_tensor=2
@@ -403,7 +409,7 @@ def recipe_for(name: str, layout: Layout) -> Recipe:
 
 
 def test_every_recipe_and_every_family_is_in_the_table():
-    assert RECIPES.keys() == {name for row in ROWS for name, _ in row}
+    assert RECIPES.keys() == {name for row in [*ROWS, *read_table(MORE)] for name, _ in row}
     assert CHANGES.keys() == FAMILIES.keys() - {"llama2", "llama3"}  # whose model all others train
 
 

@@ -38,9 +38,9 @@ EXPERTS = replace(ADAMW, sizes=replace(FURTHER_TOKENS.sizes, mtp_layers=1), batc
 RUNS = {  # name -> (recipe, layouts, more of them with `--layouts 2`)
     "dense": (  # 509 rows over 3 ranks
         DENSE,
-        "one; shard=3,accumulate=2; shard=2,tensor=2;"
-        "pipeline=2,microbatch=3,schedule=ZBVZeroBubble",
-        "pipeline=2,context=2,microbatch=3; pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble",
+        "one; shard=3,accumulate=2; pipeline=2,microbatch=3,schedule=ZBVZeroBubble",
+        "shard=2,tensor=2; pipeline=2,context=2,microbatch=3;"
+        "pipeline=2,shard=2,microbatch=3,schedule=ZBVZeroBubble",
     ),
     "tied": (
         TIED,
@@ -49,9 +49,8 @@ RUNS = {  # name -> (recipe, layouts, more of them with `--layouts 2`)
     ),
     "experts": (
         EXPERTS,
-        "one; shard=4,expert=2; tensor=2,shard=2,expert=2,expert_tensor=2;"
-        "pipeline=2,tensor=2,expert=2,microbatch=2",
-        "shard=2,expert=2; shard=8,expert=4",
+        "one; tensor=2,shard=2,expert=2,expert_tensor=2;pipeline=2,tensor=2,expert=2,microbatch=2",
+        "shard=4,expert=2; shard=2,expert=2; shard=8,expert=4",
     ),
 }
 STOP = 2  # of the recipes' steps
