@@ -319,7 +319,8 @@ def one_process(recipe: Recipe) -> Record:
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
         logits, further, further_z, means = reference_outputs(model, inputs, recipe, labels)
-        record.depths.append(means)
+        if means:
+            record.depths.append(means)
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
@@ -557,7 +558,8 @@ def run_until(
         record.losses.append(result.loss.item())
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
-        record.depths.append([] if result.mtp_losses is None else result.mtp_losses.tolist())
+        if result.mtp_losses is not None:
+            record.depths.append(result.mtp_losses.tolist())
         if load := state.parts.get("expert_load"):
             record.loads.append(list(load.statistics(result.tokens)))
         if state.step in VALIDATION_STEPS:

@@ -42,15 +42,20 @@ PRELOAD = [
 GRACE_SECONDS = 2  # wait after the first failure, to report the cause and not a consequence
 
 
-def run_on_ranks(function, ranks: int, *args, timeout: float = HANG_SECONDS) -> list:
-    """Results of the module-level `function(*args)` on each rank; raises the first error."""
+def run_on_ranks(
+    function, ranks: int, *args, timeout: float = HANG_SECONDS, on_demand: bool = False
+) -> list:
+    """Results of the module-level `function(*args)` on each rank; raises the first error.
+
+    `on_demand`: connect two ranks when they first exchange data, as a run does.
+    """
     context = _forkserver()
     with tempfile.TemporaryDirectory() as folder:
         connections, processes = [], []
         for rank in range(ranks):
             parent_end, child_end = context.Pipe()
             arguments = (child_end, rank, ranks, str(Path(folder) / "store"), sys.path, timeout)
-            named = (function.__module__, function.__qualname__, args)
+            named = (on_demand, function.__module__, function.__qualname__, args)
             process = context.Process(target=_run_rank, args=(*arguments, *named), daemon=True)
             process.start()
             child_end.close()
@@ -114,13 +119,14 @@ def share_gloo_device() -> None:
     ProcessGroupGloo.__init__ = start_with_device
 
 
-def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args):
+def _run_rank(connection, rank, ranks, store, path, timeout, on_demand, module, name, args):
     sys.path[:] = path
     gc.freeze()  # else gc would touch, and so copy, the pages that ranks share with the server
     import torch
     import torch.distributed as dist
 
     from tests.fast_matmul import compute_matmuls_in_fp32
+    from titanlite.distributed.rendezvous import connect_gloo_on_demand
 
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open until the process is killed
     os.dup2(log.fileno(), 1)
@@ -128,7 +134,7 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     compute_matmuls_in_fp32()
-    share_gloo_device()
+    connect_gloo_on_demand() if on_demand else share_gloo_device()
     try:
         dist.init_process_group(
             "gloo",

@@ -108,7 +108,7 @@ def count_sockets_per_group() -> list[int]:
 @pytest.mark.parametrize("ranks", SIZES)
 def test_the_sockets_of_a_rank_do_not_grow_with_the_number_of_ranks(ranks):
     """Each group has one that listens, and one to the parent and to each child of the rank."""
-    for rank, counts in enumerate(run_on_ranks(count_sockets_per_group, ranks)):
+    for rank, counts in enumerate(run_on_ranks(count_sockets_per_group, ranks, on_demand=True)):
         peers = len(children_of(rank, ranks)) + (rank > 0)
         assert counts == [1 + peers] * 3, f"rank {rank}"
         assert 1 + peers <= 2 + FANOUT
