@@ -428,6 +428,7 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path, case):
     }
     assert tensors["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (5, 48, 32)
     others = {"model.visual.pos_embed.weight": torch.ones(4, 4), "mtp.fc.weight": torch.ones(4, 8)}
+    others["mtp.pre_fc_norm_embedding.weight"] = torch.ones(4)
     save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
     text = json.loads((tmp_path / "text" / "config.json").read_text())
     text["tie_word_embeddings"] = True  # the key beside it counts

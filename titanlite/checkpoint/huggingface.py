@@ -164,7 +164,7 @@ def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFace
             stored_as[name] = stored_as[original]
     expected = {name: shape for stored in stored_as.values() for name, shape in stored.items()}
     _check_tensors_match(folder, spec, locations, expected)
-    ahead = tuple(mapping.prediction_prefixes(locations))  # which the log names already
+    ahead = mapping.prediction_prefixes(locations)  # their number is logged already
     if ignored := {x for x in locations.keys() - expected.keys() if not x.startswith(ahead)}:
         lines = _format_names("tensors are not part of the model, and not read", ignored)
         logger.info("%s: %s", folder, lines[0])

@@ -1,9 +1,9 @@
 """Batches by position: the training samples in the order of the run.
 
 A sample of T tokens needs T + 1 ids, the last of which is only a label; the next sample begins
-with it, unless samples are packed. Then every id is a label exactly once in an epoch, except the
-first id of the source and the last (N - 1) % T of its N ids, which do not fill a sample. Validation
-includes those last ids.
+with it. So every id is a label exactly once in an epoch, except the first id of the source and the
+last (N - 1) % T of its N ids, which do not fill a sample. Validation includes those last ids.
+Packed samples share no id.
 """
 
 from __future__ import annotations

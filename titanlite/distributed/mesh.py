@@ -26,8 +26,8 @@ class ParallelismConfig:
     # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free all-gathered weights after forward: less memory, one more all-gather;
-    # default: free those of all FSDP groups but the last; with pipeline parallel, or on one rank,
-    # which only casts weights, free none, but torch keeps at most three stages of a rank gathered
+    # default: free those of all FSDP groups but the last; on one rank, or with pipeline parallel,
+    # free none (torch's schedules keep at most three stages gathered)
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # reduce accumulated gradients after every micro-batch (least memory) or only after the last
     # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch

@@ -175,7 +175,7 @@ class CheckpointRollback:
         run.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
         self.past.record(history)
-        # All ranks wait in phase "load", with the time limit of a disk: it rewrites metrics.jsonl.
+        # Rank 0 rewrites metrics.jsonl, which takes as long as a disk needs: still in phase "load".
         run_on_rank_0(lambda: self._report(found, refused), run.checkpointer.group)
         run.watchdog.set_phase(run.state.step, "start")
 
@@ -217,7 +217,7 @@ class CheckpointRollback:
         self.lock.record_rollback(trouble.step, step, trouble.reason)
 
     def _give_up(self, trouble: Trouble, why: str) -> NoReturn:
-        """End the run with exit code 3, and say what was tried."""
+        """End the run with exit code 3, and list the tries."""
         tries = self.past.history.tries_for(trouble)
         self.run.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
         lines = "".join(f"\n    {attempt}" for attempt in tries)

@@ -59,7 +59,7 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
 def check_sequence_lengths(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[UserError]:
-    """Yield the sequence lengths that the layout cannot shard, or that have too many positions."""
+    """Reject sequence lengths that the layout cannot shard, or that have too many positions."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len

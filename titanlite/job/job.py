@@ -173,7 +173,7 @@ class Job:
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
         tokens, batches = self.global_batch * training.seq_len, self.batches
-        emulated = " (this CPU has no bf16 units)" * (
+        cpu_note = " (this CPU has no bf16 units)" * (
             device.type == "cpu" and not cpu_has_bf16_units()
         )
         lines = {
@@ -196,7 +196,7 @@ class Job:
             "schedule": str(self.rate_schedule),
             "guard": str(config.guard),
             "average": str(config.weight_average) if config.weight_average.decay else "",
-            "precision": f"compute {compute}{emulated}, reduce fp32,"
+            "precision": f"compute {compute}{cpu_note}, reduce fp32,"
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",
             "compile": str(config.compile) if config.compile.enable else "",

@@ -76,7 +76,7 @@ class ShortConvolution(nn.Module):
 
 
 class DecayGate(nn.Module):
-    """How much of the state a head keeps at a token: log decay [B, T, H] from a [B, T, H]."""
+    """How much of the state a head keeps at a token: log decay [B, T, H] from `a` [B, T, H]."""
 
     def __init__(self, heads: int):
         super().__init__()

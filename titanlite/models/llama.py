@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream.
+    """Attention and feed-forward, each after an RMSNorm and added to the residual stream.
 
     With `experts`, the feed-forward layer is a mixture of them.
     """
@@ -144,7 +144,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: CosSin,
+        rope: CosSin | None,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:

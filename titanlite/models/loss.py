@@ -34,7 +34,7 @@ class LossConfig:
 
 
 class Vocabulary:
-    """The softmax of the whole vocabulary; subclasses of tensor parallel reduce over the ranks."""
+    """The softmax of the whole vocabulary; `ShardedVocabulary` is tensor-parallel."""
 
     first_id = 0  # token id of the first local logit
 
@@ -44,7 +44,8 @@ class Vocabulary:
         self.logits_grad: Callable[..., None] = eager_logits_grad_
 
     def compile(self, **options: Any) -> None:
-        """Keep the logits in the compute dtype; `options` are torch.compile's."""
+        """Compile the softmax and its gradient by torch.compile with `options`; logits then stay in
+        the compute dtype."""
         self.logits_in_fp32 = False
         self.softmax_terms = torch.compile(compiled_softmax_terms, **options)
         self.logits_grad = torch.compile(compiled_logits_grad_, **options)

@@ -28,7 +28,7 @@ from titanlite.settings import Range
 
 PredictionLayers = Annotated[
     int, Range(0, 16), "blocks for multi-token prediction, each of a further token; for training"
-]  # bounded, as each takes memory before any weight is read, also of a stranger's file
+]  # bounded: a stranger's file can set it, and each block takes memory before a weight is read
 OnePredictionLayer = Annotated[int, Range(0, 1), "block for multi-token prediction; for training"]
 EMBEDDING_COPY = "mtp_embeddings"  # module of the last pipeline stage, tied to the embedding
 TP_ROLES = {

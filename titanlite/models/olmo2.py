@@ -56,7 +56,7 @@ class Olmo2Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: CosSin,
+        rope: CosSin | None,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:

@@ -57,9 +57,9 @@ class OlmoHybridSizes(LinearSizes, Olmo2Sizes):
 
 
 class LinearBlock(nn.Module):
-    """Linear attention and feed-forward, each behind an RMSNorm and added to the residual stream.
+    """Linear attention and feed-forward, each after an RMSNorm and added to the residual stream.
 
-    The names of the norms are not those of the other blocks, which are behind what they normalize.
+    Its norms come before its layers, those of the other blocks after: so the names differ.
     """
 
     def __init__(self, sizes: OlmoHybridSizes):

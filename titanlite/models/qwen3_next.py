@@ -150,7 +150,8 @@ class DeltaNet(nn.Module):
         self.w_out = nn.Linear(values, sizes.dim, bias=False)
 
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Queries, keys and values; output gates; strengths before their sigmoid; decays [B, T, X].
+        """Queries, keys and values; output gates; strengths before their sigmoid; inputs of the
+        decay gate: [B, T, X] each.
 
         A tensor-parallel rank has only those of some of the heads.
         """
@@ -163,16 +164,16 @@ class DeltaNet(nn.Module):
         documents: DocumentIndex | None = None,
         cache: DeltaCache | None = None,
     ) -> Tensor:
-        qkv, gate, strength, decay = self.project(x)
+        qkv, gate, strength, decay_input = self.project(x)
         mixed = self.convolve(torch.cat(qkv, -1), documents, cache)
         q, k, v = mixed.split([part.shape[-1] for part in qkv], -1)
         q, k = (_unit_length(part.unflatten(-1, (-1, self.key_dim))) for part in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))  # -> [B, T, H, V]
-        decay, strength = self.decay(decay), strength.float().sigmoid()
+        log_decay, strength = self.decay(decay_input), strength.float().sigmoid()
         if self.max_strength != 1:
             strength = self.max_strength * strength
         scaled = q * self.key_dim**-0.5
-        out = self.delta_rule(scaled, k, v, decay, strength, documents, cache)
+        out = self.delta_rule(scaled, k, v, log_decay, strength, documents, cache)
         gate = F.silu(gate.unflatten(-1, (-1, self.value_dim)).float())
         out = self.out_norm(out.to(v.dtype)) * gate
         return self.w_out(out.to(v.dtype).flatten(-2))
@@ -208,7 +209,7 @@ def _unit_length(x: Tensor) -> Tensor:
 
 
 class Qwen3NextBlock(TransformerBlock):
-    """Llama's block with zero-centered norms and one of the two kinds of attention."""
+    """Llama's block with zero-centred norms and one of the two kinds of attention."""
 
     def __init__(self, sizes: Any, block: int, linear: type[DeltaNet]):
         is_full = sizes.is_full(block)

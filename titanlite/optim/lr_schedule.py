@@ -91,7 +91,7 @@ class RateSchedule:
     def lr_factor(self, step: StepSpan) -> float:
         """Fraction of the peak learning rate."""
         config, decay, (start, end) = self.config, self._decay, self._in_unit(step)
-        # warmup from the end of a step, decay from its start: no step has the rate 0
+        # warmup from the end of a step, decay from its start: no step has learning rate 0
         if start < self._warmup:
             return min(1.0, end / self._warmup)
         first_decayed = self.total - decay
@@ -231,7 +231,7 @@ def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[Confi
 
 
 def check_schedule_end(schedule: RateSchedule, steps: int, last: StepSpan) -> Iterator[ConfigError]:
-    """Reject a run of `steps` steps whose `last` ones have learning rate 0."""
+    """Reject a run of `steps` steps whose `last` step has learning rate 0."""
     if schedule.lr_factor(last) != 0:
         return
     unit, total = schedule.config.unit, schedule.total

@@ -139,7 +139,7 @@ def _local_weight(experts: nn.Module, weight: Tensor) -> Tensor:
         return local
     assert isinstance(weight, DTensor)
     own = weight.device_mesh.get_coordinate()
-    assert own is not None, "this rank has a shard"
+    assert own is not None, "this rank is not in the mesh of the parameter"
     first = shard_region(weight, own)[1][1]
     return F.pad(local, (0, 0, first, weight.shape[1] - first - local.shape[1]))
 

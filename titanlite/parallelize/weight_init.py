@@ -143,5 +143,5 @@ def _local_shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
     own = parameter.device_mesh.get_coordinate()
-    assert own is not None, "this rank has a shard"
+    assert own is not None, "this rank is not in the mesh of the parameter"
     return parameter.to_local(), shard_region(parameter, own)[1]

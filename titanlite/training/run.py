@@ -46,7 +46,7 @@ class StepGuard:
         raise AssertionError("no step was rejected")
 
     def check_parameters(self, step: int, result: StepResult) -> bool:
-        """Whether a parameter was inf or NaN, and the run was rolled back therefore."""
+        """Whether a parameter was inf or NaN, and the run was rolled back."""
         return False
 
 

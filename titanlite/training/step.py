@@ -50,7 +50,7 @@ class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
 
     mesh: Mesh
-    clip_norm: float  # clip the gradient to this 2-norm; 0: not by the norm
+    clip_norm: float  # clip the gradient to this 2-norm; 0: no clipping by the norm
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
     adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
     judge: Callable[[Tensor, Tensor], Tensor] | None = None
