@@ -100,7 +100,7 @@ HYBRID = {
     "partial_rotary_factor": 0.5,
     "shared_expert_intermediate_size": 20,
 }
-# family -> (class in transformers, its config, changes of our sizes)
+# family, and what is special -> (class in transformers, its config)
 CASES = {
     "qwen3 tied": ("Qwen3", {**ROTARY, "head_dim": 12, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**ROTARY, "head_dim": 16, "rope_theta": 1e6}),

@@ -66,3 +66,13 @@ def test_the_embedding_returns_a_plain_tensor_about_which_fsdp_does_not_warn():
     for kind, is_view, messages in run_on_ranks(embed_with_warnings, 4, Layout(shard=2, tensor=2)):
         assert kind is torch.Tensor and not is_view
         assert not [message for message in messages if "view" in message]
+
+
+def test_a_norm_whose_forward_would_be_lost_is_refused():
+    class DividedNorm(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) / 8
+
+    style = TENSOR_PARALLEL_ROLES["sequence"].style(None)
+    with pytest.raises(TypeError, match="DividedNorm has a forward of its own"):
+        style._apply(DividedNorm(4), None)

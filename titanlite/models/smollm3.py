@@ -49,7 +49,6 @@ HUGGING_FACE = HuggingFaceMapping(
         "no_rope_layers": config.get("no_rope_layer_interval"),
         **null_key_value_heads(config),
     },
-    # transformers' default, 128004, may be no token
     intervals={"no_rope_layers": (1, 0)},
 )
 

@@ -50,6 +50,7 @@ class LinearStyles(NamedTuple):
 
 
 DEFAULT_STYLES = LinearStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+NORM_FORWARDS = {nn.RMSNorm.forward, nn.LayerNorm.forward, ZeroCentredNorm.forward}
 
 
 class LocalForward(ParallelStyle):
@@ -65,6 +66,12 @@ class LocalForward(ParallelStyle):
         self.forward = forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        is_norm = isinstance(module, nn.RMSNorm | nn.LayerNorm)
+        if is_norm and type(module).forward not in NORM_FORWARDS:
+            raise TypeError(
+                f"{type(module).__name__} has a forward of its own, which tensor parallelism would"
+                " not call. Put what it computes into the block, or add it to `normalize_locally`."
+            )
         distribute_parameters(module, device_mesh, Replicate())
         replace_forward(module, self.forward, device_mesh)
         return module
