@@ -171,6 +171,7 @@ def load_each(folders) -> list[str]:
     return results
 
 
+@pytest.mark.slow
 def test_the_pickle_that_dcp_reads_is_never_opened(saved, tmp_path):
     step, proof = (
         Path(shutil.copytree(saved / "step-2", tmp_path / "step-2")),

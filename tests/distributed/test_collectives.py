@@ -40,6 +40,7 @@ def receive_a_pickle(path: str) -> str:
         return f"refused: {type(error).__name__}"
 
 
+@pytest.mark.slow
 def test_a_pickle_that_another_rank_sends_is_not_executed(tmp_path):
     path = tmp_path / "executed"
     assert run_on_ranks(receive_a_pickle, 2, str(path))[1].startswith("refused")

@@ -180,6 +180,7 @@ def test_a_window_hides_what_is_further_away(window, documents):
         assert torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
 def test_the_planner_knows_every_parameter(family):
     for flavor, sizes in family.flavors.items():

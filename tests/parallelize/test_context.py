@@ -187,6 +187,7 @@ def sum_by_each_exchange(_) -> list[torch.Tensor]:
     return [*sums, exact.float()]
 
 
+@pytest.mark.slow
 def test_all_gather_and_ring_sum_gradients_in_one_order():
     for allgather, ring, exact in run_on_ranks(sum_by_each_exchange, 4, None):
         assert torch.equal(allgather, ring)

@@ -297,6 +297,7 @@ def saved_by_graph(forward) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, tensor, budget", [("qwen3", 1, 1.0), ("llama3", 1, 0.99), ("llama3", 2, 1.0)]
 )
