@@ -9,7 +9,7 @@ import torch
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.models.mtp import TP_ROLES
+from titanlite.models.mtp import PREDICTION_PLAN
 from titanlite.models.rope import Llama3Scaling, apply_rope, rope_cos_sin, rope_frequencies
 
 FAMILY = FAMILIES["llama3"]
@@ -112,7 +112,7 @@ def test_every_module_with_parameters_has_a_tensor_parallel_role():
     from fnmatch import fnmatchcase
 
     model = build_model(replace(SMALL, qk_norm=True))
-    for pattern in FAMILY.tp_plan.keys() - TP_ROLES.keys():  # of multi-token prediction
+    for pattern in FAMILY.tp_plan.keys() - PREDICTION_PLAN.keys():  # of multi-token prediction
         assert any(fnmatchcase(name, pattern) for name, _ in model.named_modules()), pattern
     leaves = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for leaf in leaves:

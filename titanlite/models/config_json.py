@@ -194,8 +194,6 @@ class HuggingFaceMapping(Generic[SizesT]):
 
     def prediction_prefixes(self, stored: Iterable[str]) -> tuple[str, ...]:
         """What the names of tensors for multi-token prediction begin with, among `stored` ones."""
-        if "mtp_layers" not in self.sizes.__dataclass_fields__:
-            return ()
         pattern = self.names.get("layers.*.embedding_norm.weight", "")
         return tuple(n.rsplit(".", 2)[0] + "." for n in stored if fnmatchcase(n, pattern))
 

@@ -125,7 +125,7 @@ class Decoder(nn.Module):
 
     `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope,
     documents, cache). `rotary` gives the settings of a block's RoPE, or None for none. `norm`,
-    behind the blocks, is an RMSNorm by default. A pipeline stage has only its own blocks in
+    after the blocks, is an RMSNorm by default. A pipeline stage has only its own blocks in
     `layers`; other modules that it does not own are None.
     """
 

@@ -14,7 +14,7 @@ from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import CosSin, Decoder, FeedForward, RopeSettings, check_heads
 from titanlite.models.moe import MixtureOfExperts
-from titanlite.models.mtp import TP_ROLES
+from titanlite.models.mtp import PREDICTION_PLAN
 from titanlite.models.rope import Llama3Scaling, RopeScaling, apply_rope
 from titanlite.models.router import ExpertSizes
 from titanlite.models.sizes import ModelSizes
@@ -249,7 +249,7 @@ TP_PLAN = {
     "layers.*.feed_forward.w2": "rowwise",
     "norm": "sequence",
     "output": "vocab_out",
-    **TP_ROLES,
+    **PREDICTION_PLAN,
 }
 
 INIT_ROLES = {

@@ -1,4 +1,4 @@
-"""Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): blocks behind a model
+"""Multi-token prediction (https://arxiv.org/abs/2412.19437, section 2.2): blocks after a model
 that predict further tokens, to train it; nothing else uses them.
 
 With h_0, the output of the last norm, and depth k = 1, 2, …
@@ -7,8 +7,8 @@ With h_0, the output of the last norm, and depth k = 1, 2, …
     logits of t_{i+k+1} = output(norm''_k(h_k))
 
 at position i. All depths use the model's embedding and output layer, its positions and documents.
-In the published weights the embedding comes first, and h_0 is behind the last norm: so they are
-read by vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py). The report swaps the two halves.
+The embedding comes first, as vLLM's deepseek_mtp.py reads the published weights; the report swaps
+the two halves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PredictionLayers = Annotated[
 ]  # bounded: a stranger's file can set it, and each block takes memory before a weight is read
 OnePredictionLayer = Annotated[int, Range(0, 1), "block for multi-token prediction; for training"]
 EMBEDDING_COPY = "mtp_embeddings"  # module of the last pipeline stage, tied to the embedding
-TP_ROLES = {
+PREDICTION_PLAN = {
     EMBEDDING_COPY: "vocab_in",
     "layers.*.embedding_norm": "sequence",
     "layers.*.hidden_norm": "sequence",
@@ -43,7 +43,7 @@ TP_ROLES = {
 def shift_ahead(inputs: Tensor, labels: Tensor, depths: int, document_end: int | None) -> Tensor:
     """[B, T, depths, 2]: for each depth k, the inputs and labels [B, T] k tokens further on.
 
-    A label is ignored behind the end, and where it is in another document than the token at its
+    A label is ignored after the end, and where it is in another document than the token at its
     position; documents end with the id `document_end`, or are packed. None: there is one.
     """
     pairs, place = [], None
@@ -94,7 +94,7 @@ def add_predictors(
     build_block: Callable[[int], nn.Module],
     norm: nn.Module,
 ) -> None:
-    """Add the prediction blocks behind the others."""
+    """Add the prediction blocks after the others."""
     for index in range(sizes.n_layers, sizes.n_layers + prediction_layers(sizes)):
         layers[str(index)] = PredictionBlock(sizes.dim, build_block(index), norm)
 

@@ -29,7 +29,7 @@ from titanlite.models.qwen3_next import (
     SMALL,
     KeyDim,
     KeyHeads,
-    LinearSizes,
+    LinearAttentionSizes,
     ValueDim,
     ValueHeads,
     check_linear_heads,
@@ -40,7 +40,7 @@ OUT_NORM_EPS = 1e-5  # of linear attention, whatever that of the other norms is
 
 
 @dataclass(frozen=True)
-class OlmoHybridSizes(LinearSizes, Olmo2Sizes):
+class OlmoHybridSizes(LinearAttentionSizes, Olmo2Sizes):
     """The sizes of one model: its keys of [model]."""
 
     _: KW_ONLY

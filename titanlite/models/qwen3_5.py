@@ -26,6 +26,7 @@ from titanlite.models.qwen3_next import (
     Qwen3Next,
     SharedHidden,
 )
+from titanlite.models.qwen3_next import NAMES as NEXT_NAMES
 from titanlite.models.router import NO_BALANCING
 from titanlite.settings import Range
 
@@ -98,7 +99,7 @@ HUGGING_FACE = replace(
     model_type="qwen3_5_text",
     multimodal="Qwen3_5ForConditionalGeneration",
     sizes=Qwen35Sizes,
-    names={**NEXT.names, **NAMES},
+    names={**NEXT_NAMES, **NAMES},
     parts={**NEXT.parts, **{name: StoredPart(index=i) for i, name in enumerate(NAMES)}},
     derived=["mtp.*", "model.visual.*"],
     fixed={

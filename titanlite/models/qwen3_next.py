@@ -40,7 +40,7 @@ SharedHidden = Annotated[int, Range(1), "width of the expert that computes every
 
 
 @dataclass(frozen=True)
-class LinearSizes:
+class LinearAttentionSizes:
     """The sizes of linear attention."""
 
     _: KW_ONLY
@@ -55,7 +55,7 @@ class LinearSizes:
 
 
 @dataclass(frozen=True)
-class HybridSizes(LinearSizes, LlamaSizes):
+class HybridSizes(LinearAttentionSizes, LlamaSizes):
     """What Qwen's models with these two kinds of attention have in common."""
 
     _: KW_ONLY
@@ -133,7 +133,7 @@ class GatedAttention(Attention):
 
 
 class DeltaNet(nn.Module):
-    """Linear attention by the gated delta rule, behind a short convolution; subclasses project.
+    """Linear attention by the gated delta rule, after a short convolution; subclasses project.
 
     With a `max_strength` above 1, the eigenvalues of a token's change of the state may be negative.
     """
