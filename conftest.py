@@ -87,19 +87,24 @@ def python(tmp_path_factory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with `train` and `validation`, of different files."""
-    folder, tokenizer = tmp_path_factory.mktemp("corpus"), open_tokenizer("bytes")
     files = sorted((ROOT / "titanlite").rglob("*.py"))
     optim = ROOT / "titanlite" / "optim"
     validation = [optim / "__init__.py", optim / "loss_scale.py"]
     training = [path for path in files if path not in validation]
-    for side, texts in (("train", training), ("validation", validation)):
-        (folder / side).mkdir()
-        with ShardWriter(folder / side / "shard", tokenizer.vocab_size) as writer:
-            for path in texts:
-                writer.add([*tokenizer.encode(path.read_text("utf-8")), tokenizer.eos_id])
-            record = writer.close()
-        write_corpus_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, [record])
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "train", [path.read_text("utf-8") for path in training])
+    write_corpus(folder / "validation", [path.read_text("utf-8") for path in validation])
     return folder
+
+
+def write_corpus(folder: Path, texts: list[str]) -> None:
+    tokenizer = open_tokenizer("bytes")
+    folder.mkdir()
+    with ShardWriter(folder / "shard", tokenizer.vocab_size) as writer:
+        for text in texts:
+            writer.add([*tokenizer.encode(text), tokenizer.eos_id])
+        record = writer.close()
+    write_corpus_manifest(folder, tokenizer.fingerprint, tokenizer.vocab_size, [record])
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from conftest import write_corpus
 from tests.faults.launch import LaunchedRun, events_of, lines_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
@@ -75,6 +77,22 @@ def last_validation(out: Path) -> float:
 
 def losses_of(out: Path) -> list[float]:
     return [line["loss"] for line in lines_of(out) if "event" not in line]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Text that does not change with this repository, for a loss without a spike of its own."""
+    draw = random.Random(0)
+    names = ["model", "layer", "weights", "loss", "step", "batch", "rank", "mesh", "state"]
+
+    def text(lines: int) -> str:
+        words = ([*draw.choices(names, k=3), draw.randrange(100)] for _ in range(lines))
+        return "".join(f"{a} = {b}.{c}({number})\n" for a, b, c, number in words)
+
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "train", [text(50) for _ in range(100)])
+    write_corpus(folder / "validation", [text(50)])
+    return folder
 
 
 @pytest.fixture(scope="module")
