@@ -288,6 +288,17 @@ def test_wrong_clocks_do_not_decide_whether_a_job_is_dead(other_host_lease, skew
         assert time.monotonic() - began >= STALE
 
 
+def test_a_dead_job_on_another_host_is_waited_for_once_whatever_it_held(tmp_path, log_text):
+    for name in ("run", "checkpoint"):
+        with leased(tmp_path / name):
+            rewrite(tmp_path / name, host="other-host")
+    dead = set()
+    with leased(tmp_path / "run", stale_seconds=STALE, dead=dead):
+        with leased(tmp_path / "checkpoint", stale_seconds=STALE, dead=dead):
+            assert log_text().count("watching its heartbeat") == 1
+    assert "checkpoint/lease.json: taken over" in log_text()
+
+
 def test_containers_with_one_host_name_do_not_take_each_others_folder(tmp_path, start_job):
     box = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     box += ["--kill-child"]
@@ -360,13 +371,13 @@ def test_two_jobs_that_start_at_once_are_not_both_refused(tmp_path, monkeypatch)
     first_began, second_done = threading.Event(), threading.Event()
     acquire = folder_lock._acquire
 
-    def acquire_in_order(folder, key):
+    def acquire_in_order(folder, key, dead):
         if key == "second dump":
             assert first_began.wait(HANG_SECONDS)
         if key == "first checkpoint":
             assert second_done.wait(HANG_SECONDS)
         try:
-            return acquire(folder, key)
+            return acquire(folder, key, dead)
         finally:
             if key == "first dump":
                 first_began.set()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.distributed.error_report import exit_code_of
 from titanlite.errors import EXIT_DONE, CheckpointError
-from titanlite.runtime.lease import Lease, acquire_lease
+from titanlite.runtime.lease import Lease, Process, acquire_lease
 from titanlite.runtime.start_log import StartLog
 from titanlite.storage import StorageFolder
 
@@ -116,9 +116,10 @@ def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLea
         place = Path(os.path.realpath(folder.path)) if folder.local else str(folder)
         key_by_folder.setdefault(place, key)
     leases: list[Lease | RemoteLease] = []
+    dead = set[Process]()
     try:
         for entry in key_by_folder.items():
-            leases.append(_acquire(*entry))
+            leases.append(_acquire(*entry, dead))
     except BaseException:
         for lease in leases:
             lease.close()
@@ -126,9 +127,9 @@ def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLea
     return leases
 
 
-def _acquire(folder: Path | str, key: str) -> Lease | RemoteLease:
+def _acquire(folder: Path | str, key: str, dead: set[Process]) -> Lease | RemoteLease:
     if isinstance(folder, Path):
-        return acquire_lease(folder, key)
+        return acquire_lease(folder, key, dead=dead)
     from titanlite.runtime.remote_lease import acquire_remote_lease
 
-    return acquire_remote_lease(StorageFolder(folder), key)
+    return acquire_remote_lease(StorageFolder(folder), key, dead=dead)

@@ -43,17 +43,19 @@ def acquire_lease(
     *,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
+    dead: set[Process] | None = None,
 ) -> Lease:
     """Acquire the folder that the setting `key` names; only one rank of a job calls it.
 
     Takes over the lease of a dead job: immediately if its process is known to be gone, otherwise
     after `stale_seconds` without a heartbeat. Raises ConfigError if another job holds the folder.
+    `dead`: processes found without a heartbeat; one that held several folders is waited for once.
     """
     path = folder / LEASE_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while (created := _create_lease_file(path)) is None:
-            _remove_dead_lease(path, key, stale_seconds)
+            _remove_dead_lease(path, key, stale_seconds, dead)
     except OSError as error:
         raise ConfigError(
             f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.",
@@ -147,17 +149,21 @@ def find_dead_lease(
     where: object,
     stale_seconds: float,
     refuse: Callable[[str], ConfigError],
+    dead: set[Process] | None = None,
 ) -> tuple[LeaseSnapshot, str] | None:
     """A dead job's lease, with a text about it; None once there is none or it is released.
 
     Waits up to `stale_seconds` for a heartbeat if only that can show whether the holder is alive.
-    Raises `refuse(holder)` if it is.
+    Raises `refuse(holder)` if it is. `dead`: see `acquire_lease`.
     """
+    dead = set() if dead is None else dead
     seen = read()
     if seen is None or seen.released:
         return None
     name, alive = describe_holder(seen.holder), is_process_alive(seen.holder)
-    reason = "that process has ended"
+    reason, process = "that process has ended", seen.holder.process if seen.holder else None
+    if alive is None and process in dead:
+        return seen, f"{name}: no heartbeat in another folder"
     if alive is None:
         logger.info(
             "%s: held by %s; watching its heartbeat for up to %g s", where, name, stale_seconds
@@ -168,10 +174,12 @@ def find_dead_lease(
         if now is None or now.released:
             return None
         if now.holder != seen.holder:  # another job's by now
-            return find_dead_lease(read, where, stale_seconds, refuse)
+            return find_dead_lease(read, where, stale_seconds, refuse, dead)
         alive, reason = now != seen, f"no heartbeat for {stale_seconds:g} s"
     if alive:
         raise refuse(name)
+    if process is not None:
+        dead.add(process)
     return seen, f"{name}: {reason}"
 
 
@@ -207,10 +215,13 @@ def _next_number(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
+def _remove_dead_lease(
+    path: Path, key: str, stale_seconds: float, dead_processes: set[Process] | None
+) -> None:
     """Remove a dead job's lease, unless it is gone already; raises ConfigError if it is alive."""
     refuse = partial(lease_conflict_error, key, path.parent)
-    dead = find_dead_lease(lambda: _read_lease_file(path), path, stale_seconds, refuse)
+    read = partial(_read_lease_file, path)
+    dead = find_dead_lease(read, path, stale_seconds, refuse, dead_processes)
     if dead is None:
         return
     judged, text = dead
@@ -292,6 +303,10 @@ class Holder(Process):
     started: float  # by the host's clock, for display only
     token: str  # unique for each lease
     number: int = 0  # larger than that of every lease before
+
+    @property
+    def process(self) -> Process:
+        return Process(self.host, self.boot, self.processes, self.pid, self.process_started)
 
 
 def parse_holder(content: bytes) -> Holder | None:

@@ -25,6 +25,7 @@ from titanlite.log import logger
 from titanlite.runtime.lease import (
     Holder,
     LeaseSnapshot,
+    Process,
     describe_holder,
     find_dead_lease,
     lease_conflict_error,
@@ -44,15 +45,19 @@ def acquire_remote_lease(
     *,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
+    dead: set[Process] | None = None,
 ) -> RemoteLease:
-    """Acquire the folder of the setting `key`, on one rank; raises ConfigError if it is held."""
+    """Acquire the folder of the setting `key`, on one rank; raises ConfigError if it is held.
+
+    `dead`: see `acquire_lease`.
+    """
     refuse = partial(lease_conflict_error, key, folder)
     while True:
         numbers = lease_numbers(folder)
         if numbers:
             read = partial(_read_lease_object, folder, numbers[-1])
-            if dead := find_dead_lease(read, folder, stale_seconds, refuse):
-                logger.warning("%s: taken over from %s", folder, dead[1])
+            if found := find_dead_lease(read, folder, stale_seconds, refuse, dead):
+                logger.warning("%s: taken over from %s", folder, found[1])
         number = max(numbers, default=0) + 1
         lease = RemoteLease(folder, new_holder(number), heartbeat_seconds)
         if lease.create():
