@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
     with open_services(job, began, report) as services:
-        if services.folder_lock.stopped_in_this_launch():
+        if services.folder_lock.stopped_in_this_launch(services.hosts):
             logger.info("already stopped in this launch; start the same command again to resume")
             return EXIT_STOPPED
         with open_run(job, services) as run:

@@ -293,9 +293,9 @@ def test_a_dead_job_on_another_host_is_waited_for_once_whatever_it_held(tmp_path
         with leased(tmp_path / name):
             rewrite(tmp_path / name, host="other-host")
     dead = set()
-    with leased(tmp_path / "run", stale_seconds=STALE, dead=dead):
-        with leased(tmp_path / "checkpoint", stale_seconds=STALE, dead=dead):
-            assert log_text().count("watching its heartbeat") == 1
+    wait = {"stale_seconds": STALE, "dead": dead}
+    with leased(tmp_path / "run", **wait), leased(tmp_path / "checkpoint", **wait):
+        assert log_text().count("watching its heartbeat") == 1
     assert "checkpoint/lease.json: taken over" in log_text()
 
 

@@ -13,18 +13,20 @@ import pytest
 
 from titanlite.errors import CheckpointError
 from titanlite.runtime.start_log import (
+    FLAPPING_SECONDS,
     STARTS_FILE,
     StartLog,
     StartRecord,
     consecutive_crashes,
+    count_losses,
     read_starts,
 )
 
 
-def start_run(folder, from_step, code=None, step=None, reason="", ranks=8) -> None:
+def start_run(folder, from_step, code=None, step=None, reason="", ranks=8, hosts=()) -> None:
     """Record a start, and its end unless `code` is None, as when it is killed."""
     start_log = StartLog(folder)
-    start_log.record_start(ranks, from_step)
+    start_log.record_start(ranks, from_step, hosts)
     if code is not None:
         start_log.record_end(code, step, reason)
 
@@ -99,6 +101,32 @@ def test_a_run_that_makes_progress_is_never_refused(tmp_path):
         start_run(tmp_path, step)
         StartLog(tmp_path).check_crash_loop(step, limit=2)
         start_run(tmp_path, step)
+
+
+def test_crashes_of_lost_hosts_are_counted_for_the_host_and_not_for_the_run(tmp_path):
+    every, left, moved = ("a", "b", "c"), ("a", "c"), ("d", "e")
+    for _ in range(3):
+        start_run(tmp_path, 100, code=1, step=120, hosts=every)
+        start_run(tmp_path, 100, code=1, step=120, hosts=left)  # a crash, and no host is lost
+    log = StartLog(tmp_path)
+    log.check_crash_loop(100, limit=4, hosts=left)
+    with pytest.raises(CheckpointError, match="the last 3 starts"):
+        log.check_crash_loop(100, limit=3, hosts=left)
+    start_run(tmp_path, 100, hosts=every)
+    with pytest.raises(CheckpointError, match="the last 4 starts"):  # all hosts are new
+        log.check_crash_loop(100, limit=4, hosts=moved)
+    now = time.time()
+    assert count_losses(log.read(), left, now) == {"b": 4}
+    assert count_losses(log.read(), left, now + FLAPPING_SECONDS) == {}
+
+
+def test_a_stop_by_torchrun_because_a_host_joined_or_left_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    start_run(tmp_path, 100, code=75, step=120, hosts=("a", "b"))
+    assert StartLog(tmp_path).stopped_in_this_launch(("b", "a"))
+    assert not StartLog(tmp_path).stopped_in_this_launch(("a", "b", "c"))
+    assert not StartLog(tmp_path).stopped_in_this_launch(("a",))
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 130])

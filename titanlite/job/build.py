@@ -7,6 +7,7 @@ found, and the start recorded, which detects a crash loop, before the model is b
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from torch import nn
 
 from titanlite.checkpoint import Checkpointer
 from titanlite.data import SampleStream
-from titanlite.distributed.collectives import AsyncMax, run_on_all_ranks, run_on_rank_0
+from titanlite.distributed.collectives import (
+    AsyncMax,
+    gather_from_all_ranks,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import Mesh, build_mesh, connect_mesh
 from titanlite.distributed.process_group import RankContext, choose_device, join_process_group
@@ -75,6 +81,8 @@ class RunServices:
     rank: RankContext
     watchdog: HeartbeatWatchdog
     folder_lock: RunFolderLock
+    hosts: list[str]  # names, each once, in rank order
+    began: float  # time.monotonic() when all modules were imported
     counters: Counters  # steps, samples and tokens of the run so far
     deadline: float | None  # stop before this time.monotonic(); None: no time limit
     memory_advice: list[str]  # lines for an out-of-memory error
@@ -112,7 +120,8 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
     ):
         announce_ranks(rank.rank)
         advice = advise_on_memory(job.config, device.type == "cuda")
-        yield RunServices(rank, watchdog, lock, counters, deadline, advice)
+        hosts = list(dict.fromkeys(gather_from_all_ranks(socket.gethostname())))
+        yield RunServices(rank, watchdog, lock, hosts, began, counters, deadline, advice)
 
 
 @contextmanager
@@ -135,7 +144,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
-    record_start(job, checkpointer, lock, found)
+    record_start(job, checkpointer, lock, services.hosts, found)
     mesh = build_mesh(job.degrees, rank.device.type)
     connect_mesh(mesh, rank.device, partial(watchdog.set_phase, 0))
     watchdog.set_phase(0, "build")

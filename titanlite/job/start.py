@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
@@ -35,13 +36,17 @@ def log_start(job: Job, rank: int) -> None:
 
 
 def record_start(
-    job: Job, checkpointer: Checkpointer, lock: RunFolderLock, found: FoundCheckpoint | None
+    job: Job,
+    checkpointer: Checkpointer,
+    lock: RunFolderLock,
+    hosts: Sequence[str],
+    found: FoundCheckpoint | None,
 ) -> None:
     """Record the start in the start log; in a crash loop, every rank raises CheckpointError."""
     # A run that never saves always starts from the same step, so repeated starts from one step do
     # not mean that it is in a crash loop.
     max_crashes = job.config.job.max_crashes if checkpointer.config.saves else 0
-    lock.record_start(job.degrees.ranks, found.step if found else 0, max_crashes)
+    lock.record_start(job.degrees.ranks, found.step if found else 0, max_crashes, hosts)
 
 
 def restore(

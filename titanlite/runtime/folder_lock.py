@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +47,9 @@ class RunFolderLock:
             lease.check()
         return self.leases[-1].number if self.leases else 0
 
-    def record_start(self, world_size: int, from_step: int, max_crashes: int) -> None:
+    def record_start(
+        self, world_size: int, from_step: int, max_crashes: int, hosts: Sequence[str]
+    ) -> None:
         """Record a start from `from_step`; in a crash loop, every rank raises CheckpointError.
 
         Call it as soon as `from_step` is known, because anything after it may crash.
@@ -55,9 +57,9 @@ class RunFolderLock:
 
         def write() -> None:
             log = StartLog(self.folder)
-            log.check_crash_loop(from_step, max_crashes)
+            log.check_crash_loop(from_step, max_crashes, hosts)
             self.check()
-            log.record_start(world_size, from_step)
+            log.record_start(world_size, from_step, hosts)
             self._start_log = log
 
         run_on_rank_0(write)
@@ -67,9 +69,9 @@ class RunFolderLock:
         if self._start_log:
             self._start_log.record_rollback(step, to_step, reason)
 
-    def stopped_in_this_launch(self) -> bool:
+    def stopped_in_this_launch(self, hosts: Sequence[str]) -> bool:
         """Whether this is a restart by torchrun of a run that stopped on request."""
-        return run_on_rank_0(lambda: StartLog(self.folder).stopped_in_this_launch())
+        return run_on_rank_0(lambda: StartLog(self.folder).stopped_in_this_launch(hosts))
 
     def release(self, code: int, reason: str = "") -> None:
         """Record how the run ended and release the leases; a second call does nothing."""

@@ -362,6 +362,14 @@ def current_process() -> Process:
     return Process(socket.gethostname(), boot, processes, os.getpid(), started)
 
 
+def process_age() -> float:
+    """Seconds since this process was started; 0 where /proc does not show it."""
+    _, started = _read_process_state("self")
+    if started is None:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 def _read_process_state(pid: int | str) -> tuple[str, int | None]:
     """A process's state letter, and when it started in ticks since boot."""
     try:

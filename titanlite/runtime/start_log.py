@@ -11,7 +11,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ STARTS_FILE = "starts.jsonl"
 ORDERLY_EXIT_CODES = (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED)
 MAX_REASON_CHARACTERS = 500
 LAST_TIME = 1e11  # seconds; datetime ends in the year 9999
+FLAPPING_SECONDS = 24 * 3600.0  # in which the losses of one host are counted
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,19 @@ class StartRecord:
     step: int | None = None  # at the end
     reason: str = ""
     launch: str = ""  # the same for all restarts of one torchrun
+    hosts: Sequence[str] = ()  # of the ranks; (): not known
 
     @property
     def crashed(self) -> bool:
         return self.code not in ORDERLY_EXIT_CODES
+
+    def lost_hosts(self, later: Sequence[str]) -> set[str]:
+        """The hosts that the next start, on the hosts `later`, does without.
+
+        Empty if it has none of these hosts: then a scheduler has moved the run.
+        """
+        lost = set(self.hosts) - set(later)
+        return lost if len(lost) < len(set(self.hosts)) else set()
 
     def __str__(self) -> str:
         when = f"{datetime.fromtimestamp(self.time).astimezone():%Y-%m-%d %H:%M:%S %z}"
@@ -67,9 +78,16 @@ class StartLog:
         self.path = folder / STARTS_FILE
         self._running = False
 
-    def check_crash_loop(self, from_step: int, limit: int) -> None:
-        """Raise CheckpointError if the last `limit` starts from this step crashed; 0: no limit."""
-        crashes = consecutive_crashes(read_starts(_read_if_exists(self.path)), from_step)
+    def read(self) -> list[StartRecord]:
+        """The starts so far, oldest first."""
+        return read_starts(_read_if_exists(self.path))
+
+    def check_crash_loop(self, from_step: int, limit: int, hosts: Sequence[str] = ()) -> None:
+        """Raise CheckpointError if the last `limit` starts from this step crashed; 0: no limit.
+
+        `hosts`: of this start. A crash that one of several hosts did not survive is not counted.
+        """
+        crashes = consecutive_crashes(self.read(), from_step, hosts)
         if not limit or len(crashes) < limit:
             return
         evidence = [str(crash) for crash in crashes[-limit:]]
@@ -80,19 +98,22 @@ class StartLog:
             f" {STARTS_FILE}.",
         )
 
-    def stopped_in_this_launch(self) -> bool:
+    def stopped_in_this_launch(self, hosts: Sequence[str]) -> bool:
         """Whether this start is a restart by torchrun, though the run was asked to stop and did.
 
-        torchrun restarts ranks after every exit code but 0.
+        torchrun restarts ranks after every exit code but 0. It also stops and restarts all ranks
+        when a host joins or leaves: then `hosts`, those of this start, are others than before.
         """
-        starts = read_starts(_read_if_exists(self.path))
+        starts = self.read()
         if not starts or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) or 0):
             return False
-        return starts[-1].code == EXIT_STOPPED and starts[-1].launch == _launch_id()
+        last = starts[-1]
+        same = last.launch == _launch_id() and set(last.hosts) == set(hosts)
+        return last.code == EXIT_STOPPED and same
 
-    def record_start(self, ranks: int, from_step: int) -> None:
+    def record_start(self, ranks: int, from_step: int, hosts: Sequence[str] = ()) -> None:
         """Append a start, which is a crash until `record_end`; raises CheckpointError."""
-        fields = {"ranks": ranks, "from_step": from_step, "launch": _launch_id()}
+        fields = {"ranks": ranks, "from_step": from_step, "launch": _launch_id(), "hosts": hosts}
         try:
             self._append("start", host=socket.gethostname(), pid=os.getpid(), **fields)
         except OSError as error:
@@ -167,7 +188,7 @@ def read_starts(content: bytes) -> list[StartRecord]:
 def _checked(start: StartRecord) -> StartRecord:
     """The same; raises ValueError for a field of another type."""
     numbers = [start.time, start.ranks, start.from_step, start.code or 0, start.step or 0]
-    texts = [start.host, start.reason, start.launch]
+    texts = [start.host, start.reason, start.launch, *start.hosts]
     if not (
         0 <= start.time < LAST_TIME
         and all(isinstance(number, int | float) for number in numbers)
@@ -177,12 +198,31 @@ def _checked(start: StartRecord) -> StartRecord:
     return start
 
 
-def consecutive_crashes(starts: Iterable[StartRecord], from_step: int) -> list[StartRecord]:
-    """The crashes since the last orderly end or start from another step, oldest first."""
+def consecutive_crashes(
+    starts: Sequence[StartRecord], from_step: int, hosts: Sequence[str] = ()
+) -> list[StartRecord]:
+    """The crashes since the last orderly end or start from another step, oldest first.
+
+    Without those after which a host was lost. `hosts`: of the start after the last one.
+    """
     crashes: list[StartRecord] = []
-    for start in starts:
+    for start, later in with_later_hosts(starts, hosts):
         if not start.crashed or start.from_step != from_step:
             crashes = []
-        else:
+        elif not start.lost_hosts(later):
             crashes.append(start)
     return crashes
+
+
+def count_losses(starts: Sequence[StartRecord], hosts: Sequence[str], now: float) -> Counter[str]:
+    """How often each host was lost in the last `FLAPPING_SECONDS`, before a start on `hosts`."""
+    recent = [pair for pair in with_later_hosts(starts, hosts) if pair[0].crashed]
+    recent = [(start, later) for start, later in recent if start.time > now - FLAPPING_SECONDS]
+    return Counter(host for start, later in recent for host in start.lost_hosts(later))
+
+
+def with_later_hosts(
+    starts: Sequence[StartRecord], hosts: Sequence[str]
+) -> Iterator[tuple[StartRecord, Sequence[str]]]:
+    """Each start with the hosts of the next one; those of the last are `hosts`."""
+    return zip(starts, [*(start.hosts for start in starts[1:]), hosts], strict=False)
