@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import goodput
 from benchmarks.cases import gpu
 from benchmarks.gpu_plans import (
     FAMILY,
@@ -26,6 +27,21 @@ from benchmarks.memory_probe import transient_bytes
 from benchmarks.processes import Task, alternate, failure_reason
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_simulation_of_failures_agrees_with_the_formula(memory):
+    """To the first order: the formula counts losses that a failure soon after another has not."""
+    replaced_at_once = dataclasses.replace(goodput.Cluster(), repair=1.0)
+    strategy = goodput.Strategy("", fewer=True, memory=memory, spares=1000)
+    found = [goodput.simulate(replaced_at_once, strategy, 720 * 3600.0, seed) for seed in range(9)]
+    mean = sum(found) / len(found)
+    assert mean == pytest.approx(goodput.expected_goodput(replaced_at_once, memory), abs=0.015)
+
+
+def test_the_page_has_the_simulation_of_failures():
+    page = (ROOT / "docs" / "explanation" / "control-plane.md").read_text()
+    assert "\n".join(goodput.table(goodput.Cluster(), 30, 50)) in page
 
 
 # --- measuring -----------------------------------------------------------------------------------
