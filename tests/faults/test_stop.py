@@ -309,7 +309,7 @@ def wait_for(process: subprocess.Popen, condition, tmp_path) -> None:
 
 SRUN = """#!/usr/bin/env bash
 # As SLURM does on one node: the task is in its own process group, which receives the signals.
-shift
+while [[ $1 == -* ]]; do shift; done
 setsid "$@" &
 trap 'kill -USR1 -- -$!' USR1
 while kill -0 $!; do wait $! && code=0 || code=$?; done 2>/dev/null
