@@ -105,7 +105,12 @@ def train(rank: int, folder: Path, fault, port: int, restart: int) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     try:
-        with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start_id=str(restart)) as watchdog:
+        limits = {"timeout_seconds": TIMEOUT}
+        if fault is vanished:
+            limits = {"timeout_seconds": HANG_SECONDS, "lost_after_seconds": TIMEOUT}
+        with HeartbeatWatchdog(
+            rank, RANKS, folder=folder, start_id=str(restart), **limits
+        ) as watchdog:
             take_steps(rank, watchdog, fault, folder)
     except UserError:
         sys.exit(EXIT_USER_ERROR)
@@ -153,6 +158,12 @@ def no_fault(rank):
 def frozen(rank):
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@in_phase("backward")
+def vanished(rank):
+    """As `frozen`, under a timeout of minutes."""
+    frozen(rank)
 
 
 @in_phase("forward")
@@ -256,6 +267,13 @@ def test_a_frozen_rank_is_reported_with_its_last_position_and_the_others_end_in_
     for rank in (0, 1):
         assert "in take_steps" in job.stacks(rank) and "all_reduce" in job.stacks(rank)
         assert f"rank {rank} in step 3, backward" in job.stacks(rank)
+
+
+def test_a_rank_on_a_lost_machine_is_reported_long_before_the_timeout(jobs):
+    job = jobs[vanished]
+    assert job.codes(0, 1) == [EXIT_RANK_LOST, EXIT_RANK_LOST, None]
+    assert job.seconds(0, 1) < HANG_SECONDS / 2
+    assert job.output().count("has sent no heartbeat for") == 1
 
 
 def test_a_job_whose_ranks_were_all_suspended_resumes(jobs):

@@ -7,11 +7,9 @@ from collections import Counter
 
 from titanlite.distributed.rendezvous import store_address
 from titanlite.log import pluralize
-from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress
+from titanlite.runtime.heartbeat import SILENT_FRACTION, HeartbeatExchange, RankProgress
 
 # Fractions of the timeout.
-# A rank without heartbeats, a store without answers, or a straggler is reported after:
-SILENT_FRACTION = 0.8
 STUCK_FRACTION = 0.85  # a rank that is in one phase for longer looks for the straggler
 LAST_FRACTION = 0.95  # the same, for ranks other than the `FIRST_READERS`
 FIRST_READERS = 16  # ranks that look for the straggler first
@@ -40,7 +38,7 @@ class PeerDiagnosis:
         exchange, progress = self._exchange, self._progress
         peer, timeout = exchange.next_rank, progress.timeout_seconds
         silent_seconds = exchange.silent_seconds.get(peer, 0.0)
-        if silent_seconds > SILENT_FRACTION * timeout:
+        if silent_seconds > progress.silent_limit:
             return (
                 f"{self._name(peer)} has sent no heartbeat for {silent_seconds:.0f} s."
                 f" {self._positions(peer)}"
@@ -52,9 +50,10 @@ class PeerDiagnosis:
         # number of ranks. So a few ranks, on different hosts, look first.
         looks_first = progress.rank % math.ceil(progress.world_size / FIRST_READERS) == 0
         patience = (STUCK_FRACTION if looks_first else LAST_FRACTION) * timeout
-        stuck = progress.stuck_seconds > patience and progress.position.phase not in DISK_PHASES
+        waits = progress.position.phase not in DISK_PHASES
+        stuck = progress.stuck_seconds > patience and waits
         exchange.read_all_ranks(stuck)
-        if stuck and self.store_silent_seconds > SILENT_FRACTION * timeout:
+        if waits and min(progress.stuck_seconds, self.store_silent_seconds) > progress.silent_limit:
             return self.describe_silent_store()
         return self._find_straggler() if stuck and exchange.complete else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from dataclasses import astuple
@@ -14,6 +15,7 @@ from titanlite.runtime.lease import Process, current_process, is_process_alive
 from titanlite.threads import DeviceThread
 
 RANKS_PER_SECOND = 1000  # load limit of the store; with more ranks, each sends less often
+SILENT_FRACTION = 0.8  # of the timeout: a rank without heartbeats, or a store without answers
 CLOSE_SECONDS = 5.0  # for sending the last heartbeat; the store may not answer
 
 
@@ -67,13 +69,21 @@ class RankProgress:
     The main thread writes the position; the watchdog's threads read it.
     """
 
-    def __init__(self, rank: int, world_size: int, timeout_seconds: float):
+    def __init__(
+        self, rank: int, world_size: int, timeout_seconds: float, lost_after: float = math.inf
+    ):
         self.rank, self.world_size = rank, world_size
+        self._lost_after = lost_after
         self.timeout_seconds, self.timeout_key = timeout_seconds, "comm.init_timeout_seconds"
         self.position = Position(0, 0, "start")  # replaced as one object: never read half-changed
         self.stuck_seconds = 0.0  # since the position last changed
         self._seen: Position | None = None
         self._process = astuple(current_process())
+
+    @property
+    def silent_limit(self) -> float:
+        """Seconds without heartbeats of a rank, or answers of the store, after which it is lost."""
+        return min(SILENT_FRACTION * self.timeout_seconds, self._lost_after)
 
     @property
     def heartbeat_seconds(self) -> float:

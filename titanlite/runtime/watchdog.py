@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler  # one timer in a process: each dump_traceback_later replaces the one before
+import math
 import os
 import signal
 import sys
@@ -34,10 +35,10 @@ from titanlite.errors import EXIT_RANK_LOST, RankLostError, UserError
 from titanlite.runtime.diagnosis import (
     DISK_PHASES,
     LOST_ANOTHER,
-    SILENT_FRACTION,
     PeerDiagnosis,
 )
 from titanlite.runtime.heartbeat import (
+    SILENT_FRACTION,
     HeartbeatExchange,
     RankProgress,
     SuspendAwareTimer,
@@ -64,7 +65,8 @@ class HeartbeatWatchdog:
     The main thread reports its position by `set_phase`. It may stay in one phase for
     `timeout_seconds` (a single rank: ten times as long), or for `disk_timeout_seconds` while it
     loads or saves. `start_id` separates the heartbeats of this start from those of earlier ones in
-    the same store. `recorder` writes the last collectives before the rank ends.
+    the same store. `recorder` writes the last collectives before the rank ends. A rank without
+    heartbeats is lost after `lost_after_seconds`, if that is less than most of the timeout.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class HeartbeatWatchdog:
         start_id: str = "",
         disk_timeout_seconds: float = DISK_TIMEOUT_SECONDS,
         recorder: FlightRecorder | None = None,
+        lost_after_seconds: float = math.inf,
     ):
-        self._progress = RankProgress(rank, world_size, timeout_seconds)
+        self._progress = RankProgress(rank, world_size, timeout_seconds, lost_after_seconds)
         self._folder, self._start_id = folder, start_id
         self._disk_timeout_seconds, self._recorder = disk_timeout_seconds, recorder
         self._background_limit: Callable[[], TimeLimit | None] = lambda: None
