@@ -13,6 +13,7 @@ from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import enable_expandable_segments
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.distributed.time_limit import exit_process
+from titanlite.elastic.spares import wait_if_spare
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, log_start, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
         log_start(job, rank)
         if job.config.job.check:
             return EXIT_DONE
-        return run_job(job, began, report)
+        code = wait_if_spare(job.degrees.ranks, job.config.comm.init_timeout_seconds)
+        return run_job(job, began, report) if code is None else code
     except (Exception, KeyboardInterrupt) as error:
         return report.finish(error)
 
@@ -48,11 +50,13 @@ def run_job(job: Job, began: float, report: ErrorReport) -> int:
     with open_services(job, began, report) as services:
         if services.folder_lock.stopped_in_this_launch(services.hosts):
             logger.info("already stopped in this launch; start the same command again to resume")
-            return EXIT_STOPPED
-        with open_run(job, services) as run:
-            stopped = train(run)
+            stopped = EXIT_STOPPED
+        else:
+            with open_run(job, services) as run:
+                stopped = train(run)
         code = EXIT_STOPPED if stopped else EXIT_DONE
         services.folder_lock.release(code)
+        services.rank.release_spares(code)
     return code
 
 

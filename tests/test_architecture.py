@@ -20,7 +20,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [  # of titanlite/
     {"settings", "config_reference", "errors", "files", "labels", "log", "threads"},
     {"data", "distributed", "kernels", "metrics", "storage"},
-    {"models"},
+    {"models", "elastic"},
     {"parallelize", "optim", "checkpoint", "runtime"},
     {"training"},
     {"guard", "meters"},

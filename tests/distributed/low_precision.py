@@ -28,7 +28,7 @@ from tests.distributed.oracle import (
     family_of,
     hooks_of,
     merge_parts,
-    own_rows,
+    own_batch,
     reference_outputs,
     shard_and_offset,
     start_run,
@@ -184,15 +184,15 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     result = RankResult([], [], 0.0)
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
-            inputs, labels = own_rows(mesh, *read_batch(number, case.recipe))
+            batch = own_batch(engine, mesh, 0, *read_batch(number, case.recipe))
             settings = StepSettings(mesh, 0.0, in_backward, hooks=hooks_of(state))
-            batch = engine.prepare(inputs, labels)
             step = take_step(state, engine, batch, settings=settings)
             result.losses.append(step.loss.item())
             result.gradients.append(dict(gradients))
             gradients.clear()
-    count = all_reduce_sum(mesh.batch, valid_tokens(labels))
-    evaluation_loss = all_reduce_sum(mesh.loss, engine.evaluate(inputs, labels)) / count
+    count = all_reduce_sum(mesh.batch, valid_tokens(batch.labels))
+    evaluation_loss = engine.evaluate(batch.inputs, batch.labels)
+    evaluation_loss = all_reduce_sum(mesh.loss, evaluation_loss) / count
     result.evaluation_loss = evaluation_loss.item()
     return result
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tests.distributed.balanced import ReferenceBalancing
 from tests.distributed.moe_family import MOE_FAMILY
-from titanlite.data import SourceConfig, open_sample_stream
+from titanlite.data import SourceConfig, open_sample_stream, rank_slices
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
+from titanlite.elastic.rows import RankSlice, rank_rows, read_with_idle
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
@@ -46,7 +47,9 @@ from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
+from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.spmd_engine import SpmdEngine
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepHook, StepSettings, take_step
 from titanlite.training.validation import validate
@@ -258,6 +261,21 @@ def own_rows(mesh: Mesh, *tensors: Tensor) -> list[Tensor]:
     """This rank's rows of tensors of a global batch."""
     rows = len(tensors[0]) // mesh.degrees.batch
     return [each[mesh.batch_rank * rows : (mesh.batch_rank + 1) * rows] for each in tensors]
+
+
+def own_batch(engine, mesh: Mesh, position: int, inputs: Tensor, labels: Tensor) -> Batch:
+    """This rank's part of a global batch at a position, with idle sequences if it is ragged."""
+    local = engine._microbatch_size if isinstance(engine, SpmdEngine) else engine._plan.sequences
+    size, ranks = len(inputs), mesh.degrees.batch
+    first, count = next(rank_slices(0, [size], mesh.batch_rank, ranks))
+    batch = engine.prepare(
+        *read_with_idle(
+            lambda at, rows: (inputs[at : at + rows], labels[at : at + rows]),
+            *(first, count, rank_rows(size, ranks, local)),
+        )
+    )
+    is_ragged = size % (ranks * local) > 0
+    return replace(batch, own=RankSlice(position + first, count, size) if is_ragged else None)
 
 
 def read_packed(position: int, sequences: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -537,13 +555,13 @@ def run_until(
     hooks = [o.register_step_post_hook(record_gradients) for o in state.optimizer]
     clip = replace(adaptive_clip(state.model.named_parameters(), recipe.adaptive), eps=ADAPTIVE_EPS)
     while state.step < until:
-        inputs, labels = own_rows(mesh, *batch_at(state.step, recipe))
+        batch = own_batch(engine, mesh, state.position, *batch_at(state.step, recipe))
         for group in state.optimizer.param_groups:
             group["lr"] = 0.0  # a step before the learning rate is set would have no effect
         result = take_step(
             state,
             engine,
-            engine.prepare(inputs, labels),
+            batch,
             settings=StepSettings(
                 mesh,
                 recipe.max_norm,

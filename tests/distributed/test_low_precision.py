@@ -113,5 +113,6 @@ def test_families_with_experts_are_as_accurate_under_every_layout_as_on_one_proc
 ):
     """Rounding selects other experts for a few tokens, on one process as in a layout."""
     sizes = FURTHER_TOKENS.sizes if family == "deepseek_v3" else recipe_of(family).sizes
-    recipe = replace(RECIPE, sizes=sizes)
+    batch = RECIPE.batch - (family == "deepseek_v3")  # with idle sequences
+    recipe = replace(RECIPE, sizes=sizes, batch=batch)
     check_cases([PrecisionCase(x, recipe, batches=5) for x in parse_layouts(layouts)])

@@ -21,7 +21,7 @@ from tests.distributed.oracle import (
     batch_at,
     build_parallel,
     build_recipe_optimizer,
-    own_rows,
+    own_batch,
     parse_layouts,
     start_run,
     tokens,
@@ -45,6 +45,7 @@ LAYOUTS = (
     "shard=2; replicate=2; tensor=2; context=2; pipeline=2,microbatch=3,accumulate=2;"
     "shard=2,reduction=last_microbatch,accumulate=2",
     "shard=2,tensor=2; replicate=2,shard=2",
+    "shard=5",  # with idle sequences
 )
 
 
@@ -107,9 +108,9 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
         of_sources.arm()
         if not early:  # which would apply the gradient of the small batch
             noise.arm()
-    inputs, labels = own_rows(mesh, *batch_at(0, RECIPE))
+    batch = own_batch(engine, mesh, 0, *batch_at(0, RECIPE))
     settings = StepSettings(mesh, 0.0, early, hooks=(noise, of_sources))
-    result = take_step(state, engine, engine.prepare(inputs, labels), settings=settings)
+    result = take_step(state, engine, batch, settings=settings)
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
         weights.update(local_shard(parameter.detach()).contiguous().numpy().tobytes())

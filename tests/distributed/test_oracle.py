@@ -97,6 +97,10 @@ RECIPES = {
     "linear attention, no experts": recipe_of("qwen3_5", steps=1),
     "linear attention alone": LINEAR_ATTENTION_ALONE,
     "further tokens": FURTHER_TOKENS,
+    # with idle sequences; SGD has 18 sequences in the last step
+    "ragged": replace(SGD, batch=9, documents=True),
+    "ragged, balancing": replace(SIGMOID, batch=9, steps=2),
+    "ragged, further tokens": replace(FURTHER_TOKENS, batch=9),
     **{name: recipe_of(name) for name in CHANGES},
     # with 0.2, the parts of the second gradient of a router's bias cancel all but its rounding
     "gpt_oss": recipe_of("gpt_oss", lr=0.1),
@@ -163,7 +167,7 @@ tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
     ; [balancing, one step] shard=2,expert=2,compile=aot_eager,recompute=full
 
 # documents
-shard=2,accumulate=3; tensor=2,recompute=full; context=2
+tensor=2,recompute=full; context=2
     ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble; context=2,rotate=alltoall,balancer=none
     ; [window, documents] context=2; [learned positions, documents] context=2; tensor=2
     ; [experts, documents] tensor=2,expert=2
@@ -196,8 +200,17 @@ shard=2,tensor=2,expert=2,expert_tensor=2; replicate=2,shard=2,expert=2
 # balancing, softmax
 shard=2,accumulate=3; context=2; shard=2,expert=2,accumulate=3; tensor=2; tensor=2,expert=2
     ; pipeline=2,microbatch=2; replicate=2
-    ; [balancing, sigmoid] shard=2,expert=2,accumulate=3; context=2; tensor=2
+    ; [balancing, sigmoid] context=2; tensor=2
     ; pipeline=2,microbatch=2,schedule=ZBVZeroBubble
+
+# ragged
+shard=2; replicate=2; pipeline=2,microbatch=2,accumulate=2; context=2,accumulate=2
+    ; [ragged, balancing] tensor=2,expert=2,accumulate=2
+    ; pipeline=2,microbatch=2,accumulate=2,schedule=Interleaved1F1B,recompute=full
+    ; [ragged, further tokens] shard=2,expert=2; pipeline=2,microbatch=2,accumulate=2
+
+# ragged, balancing
+shard=5,recompute=full
 
 # qwen3 + mistral + gpt2 + olmo2
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
@@ -228,8 +241,7 @@ context=4; replicate=2,shard=2; [linear attention, documents] context=4; tensor=
 tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6; shard=2,expert=2; tensor=2,expert=2
     ; [further tokens] tensor=2,chunk=100; context=2,rotate=alltoall,balancer=none
     ; pipeline=2,microbatch=3; pipeline=2,microbatch=3,accumulate=2,schedule=Interleaved1F1B
-    ; pipeline=2,microbatch=6,schedule=ZBVZeroBubble; shard=2,expert=2,accumulate=3
-    ; tensor=2,expert=2
+    ; pipeline=2,microbatch=6,schedule=ZBVZeroBubble; tensor=2,expert=2
 """
 # They run with `--layouts 2`: further combinations of the settings above, whose pairs of kinds of
 # parallelism other layouts have.

@@ -13,12 +13,12 @@ from typing import TypeVar
 from titanlite.threads import DeviceThread
 
 T = TypeVar("T")
-Slice = tuple[int, int]  # first position, sequences
+Slice = tuple[int, ...]  # first position, sequences, and what else `read` takes
 
 _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only be abandoned
 
 
-def prefetch(read: Callable[[int, int], T], slices: Iterable[Slice], ahead: int = 2) -> Iterator[T]:
+def prefetch(read: Callable[..., T], slices: Iterable[Slice], ahead: int = 2) -> Iterator[T]:
     """Yield `read(*slice)` for each slice, reading `ahead` batches, at least 1, in the background.
 
     An error of `read` is raised at the batch it belongs to. The thread ends with the iterator,
@@ -43,7 +43,7 @@ class BackgroundReader:
     exit, and a read that never returns must not keep the process alive.
     """
 
-    def __init__(self, read: Callable[[int, int], T]):
+    def __init__(self, read: Callable[..., T]):
         self._read = read
         self._requests: SimpleQueue[tuple[Slice, Future] | None] = SimpleQueue()
         self._thread = DeviceThread(self._run, "prefetch")

@@ -170,10 +170,10 @@ def rank_slices(
 
     `batches`: sizes of consecutive global batches, of which the first begins at `position`, unless
     `windows` skip it. The ranks read consecutive slices, so a global batch has the same samples for
-    any `ranks`.
+    any `ranks`; if it has no equal slices, the first ranks have one sequence more.
     """
     for global_batch in batches:
-        sequences = global_batch // ranks
+        sequences, more = divmod(global_batch, ranks)
         position = next_start(position, global_batch, windows)
-        yield position + rank * sequences, sequences
+        yield position + rank * sequences + min(rank, more), sequences + (rank < more)
         position += global_batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from titanlite.distributed.error_report import ErrorReport, exit_code_of
 from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import (
+    END_KEY,
+    SPARE_SECONDS,
+    SPARES_VARIABLE,
     bind_gloo_to_loopback,
     connect_gloo_on_demand,
     explaining_failed_connections,
@@ -25,7 +29,7 @@ from titanlite.distributed.rendezvous import (
     open_rank_store,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
-from titanlite.errors import ConfigError
+from titanlite.errors import EXIT_DONE, ConfigError
 from titanlite.files import raise_open_file_limit
 from titanlite.log import logger
 from titanlite.settings import NotNegative, Positive
@@ -62,6 +66,13 @@ class RankContext:
     world_size: int
     device: torch.device
     start_id: str = ""  # identifies this start in the store; the same on all its ranks
+    store: dist.Store | None = None  # where spare ranks wait; None: there are none
+
+    def release_spares(self, code: int) -> None:
+        """Let spare ranks exit with the exit code of the run."""
+        if self.store is not None:
+            self.store.set(END_KEY, str(code))
+            time.sleep(2 * SPARE_SECONDS * (code == EXIT_DONE))  # rank 0 may host the store
 
 
 def choose_device(setting: str) -> torch.device:
@@ -116,7 +127,8 @@ def join_process_group(
     # A store on a frozen host ignores timeouts. Waiting for the last rank may take one timeout, and
     # connecting to the other ranks another.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
-        store, start_id = open_rank_store(rank, world_size, timeout)
+        spares = int(os.environ.get(SPARES_VARIABLE, 0))
+        store, start_id = open_rank_store(rank, world_size + spares, timeout)
         with explaining_failed_connections(rank, world_size):
             dist.init_process_group(
                 # gloo beside NCCL: checkpoints and small values are exchanged in host memory
@@ -126,12 +138,14 @@ def join_process_group(
                 rank=rank,
                 world_size=world_size,
             )
+    context = RankContext(rank, world_size, device, start_id, store if spares else None)
     try:
         with report.printing_errors():
             _apply_debug_config(debug)
-            yield RankContext(rank, world_size, device, start_id)
+            yield context
     except BaseException as error:
         with exit_after(LEAVE_SECONDS, f"rank {rank}: aborting collectives", exit_code_of(error)):
+            context.release_spares(exit_code_of(error))
             report.wait_for_rank_0(error, store)
             _abort_process_groups()
         raise

@@ -11,6 +11,7 @@ from titanlite.checkpoint import CheckpointConfig
 from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
+from titanlite.elastic.layouts import ElasticConfig
 from titanlite.guard.policy import GuardConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.meters.metered_run import ReplicaCheckConfig, StragglerConfig
@@ -56,6 +57,7 @@ class JobConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig.of)
     mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import tee
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from titanlite.data import (
 from titanlite.distributed.collectives import gather_from_all_ranks, run_on_all_ranks
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.process_group import RankContext
+from titanlite.elastic.rows import RankSlice, rank_rows, read_with_idle
 from titanlite.errors import ConfigError, UserError
 from titanlite.job.config import JobConfig
 from titanlite.job.job import Job
@@ -160,13 +163,18 @@ def build_batches(
     the model is on a GPU."""
     pin = mesh.batch.device_type == "cuda"
 
-    def read(position: int, sequences: int) -> Batch:
-        batch = engine.prepare(*stream.read(position, sequences))
+    rank, ranks, windows = mesh.batch_rank, mesh.batch.size(), state.counters.windows
+
+    def read(size: int, position: int, sequences: int) -> Batch:
+        rows = rank_rows(size, ranks, job.config.training.local_batch_size)
+        batch = engine.prepare(*read_with_idle(stream.read, position, sequences, rows))
+        if job.configured:
+            batch = dataclasses.replace(batch, own=RankSlice(position, sequences, size))
         return batch.pin_memory() if pin else batch
 
-    batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
-    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size(), windows)
-    return prefetch(read, slices)
+    sizes, batches = tee(job.batches.batches_from(state.counters.tokens))
+    slices = rank_slices(state.position, batches, rank, ranks, windows)
+    return prefetch(read, ((size, *part) for size, part in zip(sizes, slices, strict=False)))
 
 
 def build_batch_dump(job: Job, stream: SampleStream) -> Callable[[int, int, int], str]:

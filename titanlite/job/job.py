@@ -12,6 +12,7 @@ import torch
 from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees
+from titanlite.elastic.rows import rank_rows
 from titanlite.job.checks import build_job_schedule
 from titanlite.job.config import JobConfig
 from titanlite.kernels.backend import AttentionShape
@@ -41,6 +42,8 @@ class Job:
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
     global_batch: int  # sequences of a step, over all ranks, after training.batch_size_ramp
+    configured: JobConfig | None = None  # before an elastic layout was applied; None: without one
+    cost: str = ""  # of an elastic layout: what does nothing
 
     @property
     def folder(self) -> Path:
@@ -50,7 +53,8 @@ class Job:
     @property
     def rank_batch(self) -> int:
         """Sequences of a step on one data-parallel rank, after training.batch_size_ramp."""
-        return self.global_batch // self.degrees.batch
+        local_batch = self.config.training.local_batch_size
+        return rank_rows(self.global_batch, self.degrees.batch, local_batch)
 
     @property
     def transforms(self) -> ModelTransforms:
@@ -189,6 +193,7 @@ class Job:
             f" tokens/step: micro-batch {training.local_batch_size} x"
             f" {pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
             f" {pluralize(self.degrees.batch, 'data-parallel rank')}",
+            "elastic": self.cost,
             "ramp": str(batches) if training.batch_size_ramp else "",
             "length": f"{pluralize(training.steps, 'step')},"
             f" {batches.tokens_after(training.steps):,} tokens",
@@ -226,11 +231,12 @@ class Job:
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
+        config = self.configured or self.config
         section = dataclasses.replace(
-            self.config.job,
+            config.job,
             config_file=None,
             print_config=False,
             check=False,
             check_ranks=None,
         )
-        return to_toml(dataclasses.replace(self.config, job=section))
+        return to_toml(dataclasses.replace(config, job=section))

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from titanlite.distributed.mesh import Degrees
+from titanlite.elastic.rows import rank_rows
 from titanlite.errors import CheckpointError, ConfigError, UserError
 from titanlite.guard.policy import check_guard_config
 from titanlite.job.config import JobConfig
@@ -182,8 +183,8 @@ def check_update_options(config: JobConfig) -> Iterator[ConfigError]:
 def check_update_degrees(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject an update in backward of gradients that several micro-batches add to."""
     training = config.training
-    rank_batch = training.sequences_per_step(degrees.batch) // degrees.batch
-    microbatches = rank_batch // training.local_batch_size
+    batch, local = training.sequences_per_step(degrees.batch), training.local_batch_size
+    microbatches = rank_rows(batch, degrees.batch, local) // local
     reduces_each = config.parallelism.fsdp_gradient_reduction == "every_microbatch"
     if config.optimizer.early_step_in_backward and microbatches > 1 and reduces_each:
         yield ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite.distributed.mesh import resolve_degrees
+from titanlite.elastic.layouts import check_elastic_job
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import checks
 from titanlite.job.config import JobConfig
@@ -70,6 +71,12 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
 
 def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError]]:
     """(the job on `ranks` ranks, []) or (None, its problems), without its data and device."""
+    if config.elastic.enable:
+        return check_elastic_job(config, ranks, _check_layout)
+    return _check_layout(config, ranks)
+
+
+def _check_layout(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError]]:
     problems = list(checks.check_sections(config))
     spec, context = FAMILIES[config.model.name], config.parallelism.context_parallel_degree
     tokenizer, sinks = config.data.tokenizer, spec.attention_sinks
@@ -93,7 +100,7 @@ def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError
         problems.append(error)
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
-        problems += check_batch_size(config.training, degrees.batch)
+        problems += check_batch_size(config.training, degrees.batch * (not config.elastic.enable))
         problems += check_update_degrees(config, degrees)
     except ConfigError as error:
         problems.append(error)

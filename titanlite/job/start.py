@@ -32,7 +32,7 @@ def log_start(job: Job, rank: int) -> None:
             tokenizer = open_job_tokenizer(job.config)
             stream = open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
             log_mixture(stream, job.batches, job.config.training.steps, Counters())
-        logger.info("every check passed for %s", job.degrees)
+        logger.info("every check passed for %s", f"{job.degrees}; {job.cost}".removesuffix("; "))
 
 
 def record_start(

@@ -112,10 +112,9 @@ class NoiseMeter(ArmedHook):
         if not self._armed:
             return
         self._armed = False
-        batch, own = inputs.batch, len(inputs.batch.labels)
-        small_batch = own * self._mesh.batch.size() // 2
+        batch, own = inputs.batch, inputs.own
         labels = batch.labels.clone()
-        labels[max(small_batch - own * self._mesh.batch_rank, 0) :] = IGNORE_INDEX
+        labels[max(own.batch // 2 - (own.first - inputs.position), 0) :] = IGNORE_INDEX
         valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels))
         divisor = valid.clamp(min=1) / inputs.loss_scale
         half = replace(batch, labels=labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.data import SampleStream
@@ -29,9 +30,9 @@ class SourceLosses(ArmedHook):
     def before_forward(self, inputs: StepInputs, set_phase: SetPhase) -> None:
         if not self._armed:
             return
-        labels = inputs.batch.labels
-        first = inputs.position + self._mesh.batch_rank * len(labels)
-        numbers = self._stream.sources_at(first, len(labels))
+        labels, own = inputs.batch.labels, inputs.own
+        numbers = self._stream.sources_at(own.first, own.sequences)
+        numbers = F.pad(numbers, (0, len(labels) - own.sequences), value=-1)  # idle ones
         names = torch.arange(len(self._stream.names))
         self._sources = (numbers[:, None] == names).to(labels.device)  # [B, sources]: bool
         counts = ((labels >= 0).sum(1, keepdim=True) * self._sources).sum(0)

@@ -115,6 +115,7 @@ class Router(nn.Module):
         self.balancing = NO_BALANCING
         self._divisor: Tensor | float = 1.0  # of the balancing losses
         self.replicas = 1  # ranks that route the same tokens
+        self._counted: tuple[int, int] | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [N, D] to the indices of their experts [N, k] and fp32 weights [N, k]."""
@@ -174,6 +175,10 @@ class Router(nn.Module):
         self._divisor = divisor
         self.reset_counts()
 
+    def count_only(self, counted: tuple[int, int] | None) -> None:
+        """Count and balance the first `counted[0]` of `counted[1]` sequences only; None: all."""
+        self._counted = counted
+
     def reset_counts(self) -> None:
         """Forget what was counted in this step."""
         self.counts.zero_()
@@ -207,25 +212,37 @@ class Router(nn.Module):
         """Count selections, and attach the balancing losses to the weights."""
         has_loss = bool(self.balancing.aux_loss_coef or self.balancing.z_loss_coef)
         with torch.set_grad_enabled(has_loss):
-            loss, sums = self._sum_losses(logits, scores)
-        keep_for_recompute(lambda: self._count(indices.flatten(), sums))
+            # kept: a recomputation can come after the forward of a later micro-batch
+            counted, real = keep_for_recompute(lambda: self._counted), None
+            if counted is not None:  # tokens are in the order of sequences
+                tokens = torch.arange(len(logits), device=logits.device)
+                real = tokens < len(logits) // counted[1] * counted[0]
+            loss, sums = self._sum_losses(logits, scores, real)
+        keep_for_recompute(lambda: self._count(indices, sums, real))
         if has_loss:
             factor = torch.ones_like(loss) / (self._divisor * self.replicas)
             weights = _AttachLoss.apply(weights, loss, factor)
         return weights
 
-    def _count(self, selected: Tensor, sums: Tensor) -> None:
-        self.counts.scatter_add_(0, selected, torch.ones_like(selected))
+    def _count(self, indices: Tensor, sums: Tensor, real: Tensor | None) -> None:
+        ones = torch.ones_like(indices) if real is None else real.long()[:, None].expand_as(indices)
+        self.counts.scatter_add_(0, indices.flatten(), ones.flatten())
         self.sums += sums
 
-    def _sum_losses(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The balancing loss, and `SUMS`, of these tokens."""
+    def _sum_losses(
+        self, logits: Tensor, scores: Tensor, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The balancing loss, and `SUMS`, of the tokens, or of those [N] that are `real`."""
         probabilities = scores
         if self.sizes.score == "sigmoid":
             probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        log_sums = logits.logsumexp(-1)
+        if real is not None:
+            probabilities = probabilities.where(real.unsqueeze(-1), 0.0)
+            log_sums = log_sums.where(real, 0.0)
         # E * sum_i f_i P_i, summed over tokens; f_i of the previous step's global batch
         aux_loss = (probabilities @ self.previous_load).sum() * self.sizes.count
-        z_loss = logits.logsumexp(-1).square().sum()
+        z_loss = log_sums.square().sum()
         loss = self.balancing.aux_loss_coef * aux_loss + self.balancing.z_loss_coef * z_loss
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
         return loss, torch.stack((aux_loss, z_loss, entropy)).detach()

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec, TokenEmbedding
 from titanlite.models.mtp import EMBEDDING_COPY
+from titanlite.models.router import find_routers
 from titanlite.parallelize.fsdp import GradientSums
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.schedule import format_action, format_trace_name
@@ -107,9 +108,15 @@ class TrainStage(PipelineStage):
         self._reduces_gradients, self._splits_backward = reduces, splits
         self._sums, self._documents = sums, documents
 
+    def count_only(self, counted: Sequence[tuple[int, int] | None]) -> None:
+        """`Router.count_only` in each micro-batch of the next run; empty: count all tokens."""
+        self._counted, self._routers = counted, find_routers(self.submod) if counted else []
+
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, *others, **options):
         if self._documents:  # not an argument of the run: torch splits only tensors
             kwargs = {**(kwargs or {}), "documents": self._documents[fwd_chunk_id]}
+        for router in self._routers:
+            router.count_only(self._counted[fwd_chunk_id])
         with self._profiler_range("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *others, **options)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanlite.elastic.rows import RankSlice
 from titanlite.kernels.documents import DocumentIndex, IndexDocuments, document_positions
 from titanlite.models.mtp import shift_ahead
 from titanlite.parallelize.context_tiles import SequenceShard
@@ -20,23 +21,30 @@ class Batch:
     labels: Tensor
     documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
     # empty: the mask is causal, or the model finds the documents itself, but waits for the device
+    own: RankSlice | None = None  # the sequences that are not idle, which come first; None: all
+
+    @property
+    def counted(self) -> tuple[int, int] | None:
+        """(sequences that are not idle, all sequences), or None."""
+        return self.own and (self.own.sequences, len(self.inputs))
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
         documents = tuple(index.pin_memory() for index in self.documents)
-        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents)
+        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents, self.own)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`."""
         inputs, labels = (x.to(device, non_blocking=True) for x in (self.inputs, self.labels))
-        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents))
+        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents), self.own)
 
     def split(self, sequences: int) -> list[Batch]:
         """Parts of `sequences` sequences, which are one micro-batch or several."""
         tokens = list(zip(self.inputs.split(sequences), self.labels.split(sequences), strict=True))
         count = -(-len(self.documents) // len(tokens))  # micro-batches in a part
+        own = [self.own and self.own.part(n * sequences, sequences) for n in range(len(tokens))]
         return [
-            Batch(inputs, labels, self.documents[n * count : (n + 1) * count])
+            Batch(inputs, labels, self.documents[n * count : (n + 1) * count], own[n])
             for n, (inputs, labels) in enumerate(tokens)
         ]
 

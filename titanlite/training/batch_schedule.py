@@ -71,11 +71,14 @@ def build_batch_schedule(training: TrainingConfig, global_batch: int) -> BatchSc
 
 
 def check_batch_size(training: TrainingConfig, data_ranks: int) -> Iterator[ConfigError]:
-    """Reject global batches that the data-parallel ranks cannot divide into local batches."""
+    """Reject global batches that the data-parallel ranks cannot divide into local batches.
+
+    `data_ranks` 0: they need not, because idle sequences complete the batches.
+    """
     local = training.local_batch_size
     if training.global_batch_size == -1 and training.batch_size_ramp is None:
         return
-    unit = local * data_ranks
+    unit = local * data_ranks or 1
     try:
         schedule = build_batch_schedule(training, training.global_batch_size)
     except ConfigError as error:

@@ -105,7 +105,9 @@ class PipelineEngine:
         trains = stage_class is TrainStage
         ahead = self._tokens.look_ahead(batch) if trains else {}
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
+        counted = [part.counted for part in batch.split(plan.microbatch_size)] if batch.own else []
         for stage in rank_schedule.stages:
+            stage.count_only(counted)
             stage.prepare_run(self._sums, reduce, self._sharded.splits_backward, batch.documents)
         positions = self._tokens.positions(inputs, labels)
         self._losses = []

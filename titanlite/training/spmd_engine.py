@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models import OutputLayer
+from titanlite.models.router import find_routers
 from titanlite.parallelize import ShardedModel
 from titanlite.parallelize.fsdp import GradientSums
 from titanlite.training.batch import Batch, TokenSelector
@@ -33,7 +34,7 @@ class SpmdEngine:
     ):
         self._model, self._tokens, self._device = sharded.model, tokens, device
         self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
-        self._sums = GradientSums([sharded.model])
+        self._sums, self._routers = GradientSums([sharded.model]), find_routers(sharded.model)
         self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
@@ -50,6 +51,8 @@ class SpmdEngine:
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
             self._sums.begin_microbatch(self._model, self._reduce_every or last)
+            for router in self._routers:
+                router.count_only(microbatch.counted)
             set_phase("forward")
             # The only division: gradients just add up.
             loss = self._loss_of(microbatch, self._tokens.look_ahead(microbatch)) / divisor

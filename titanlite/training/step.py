@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
+from titanlite.elastic.rows import RankSlice
 from titanlite.models import valid_tokens
 from titanlite.optim import AdaptiveClip, OptimizerInBackward, StepSpan, clip_gradients
 from titanlite.training.batch import Batch
@@ -27,6 +28,7 @@ class StepInputs:
     tokens: int  # of the global batch
     valid: Tensor  # 0-d: valid labels of the global batch, at least 1
     loss_scale: float  # 1 without one
+    own: RankSlice  # the samples of the global batch that this rank has
 
 
 class StepHook:
@@ -120,13 +122,15 @@ def compute_gradients(
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    samples = len(batch.inputs) * mesh.batch.size()  # every rank has a slice of the same size
+    rows = len(batch.inputs)
+    samples = batch.own.batch if batch.own else rows * mesh.batch.size()
     tokens = samples * batch.inputs.shape[1]
-    # before backward, which may already update parameters
-    lr = state.optimizer.follow_schedule(
+    lr = state.optimizer.follow_schedule(  # before backward, which may already update parameters
         StepSpan(state.step, state.counters.tokens, tokens), state.counters.lr_factor(samples)
     )
-    inputs = StepInputs(batch, state.counters.next_start(samples), tokens, valid, scale)
+    start = state.counters.next_start(samples)
+    own = batch.own or RankSlice(start + rows * mesh.batch_rank, rows, samples)
+    inputs = StepInputs(batch, start, tokens, valid, scale, own)
     for hook in settings.hooks:
         hook.before_forward(inputs, set_phase)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase) / scale

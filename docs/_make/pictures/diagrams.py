@@ -37,6 +37,7 @@ PURPOSE = {  # of each package, in two short lines at most
     "checkpoint": "save, verify,\nload, convert",
     "runtime": "watchdog, lease,\nstop signals",
     "models": "plain single-device modules\nand their specs",
+    "elastic": "any number of ranks",
     "data": "tokens, shards,\nsample order",
     "distributed": "mesh,\ncollectives",
     "kernels": "attention\nbackends",
