@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
     with open_services(job, began, report) as services:
-        if services.folder_lock.stopped_in_this_launch(services.hosts):
+        if services.folder_lock.stopped_in_this_launch(services.members.hosts):
             logger.info("already stopped in this launch; start the same command again to resume")
             stopped = EXIT_STOPPED
         else:

@@ -25,7 +25,8 @@ MACHINE = """
 hostname "$1" && mount -t tmpfs -o size=256m tmpfs /dev/shm && ip link set lo up && echo ready
 read address && shift && exec "$@"
 """
-NAMESPACES = "unshare --net --uts --mount --pid --fork --kill-child --mount-proc".split()
+NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--mount-proc"]
+NAMESPACES += ["--pid", "--fork", "--kill-child"]
 
 
 def why_no_machines() -> str:
@@ -110,4 +111,3 @@ class Network:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
-

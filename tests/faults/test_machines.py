@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
@@ -15,7 +14,7 @@ STEPS = 60
 
 
 def wait_for_step(network: Network, out, step: int) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + HANG_SECONDS
     while not any("event" not in line and line["step"] >= step for line in lines_of(out)):
         logs = "\n".join(network.log(number) for number in network.machines)
         assert time.monotonic() < deadline, logs
@@ -37,7 +36,8 @@ def test_a_lost_machine_and_its_return_do_not_show_in_the_losses(run_toml, tmp_p
         pytest.skip(reason)
     out = tmp_path / "out"
     options = "--training.steps 100000 --lr_scheduler.total_steps 100000 --checkpoint.interval 20"
-    options += " --training.global_batch_size 6 --training.local_batch_size 1"
+    options += " --training.global_batch_size 7 --training.local_batch_size 1"
+    options += " --elastic.enable true --elastic.lost_after_seconds 5"
     options += " --validation.enable false --checkpoint.keep_latest_k 2"
     argv = ["--job.config_file", str(run_toml), "--job.dump_folder", str(out), *options.split()]
     with Network(tmp_path) as network:
@@ -53,6 +53,13 @@ def test_a_lost_machine_and_its_return_do_not_show_in_the_losses(run_toml, tmp_p
             wait_for_step(network, out, 0)
             time.sleep(0.1)
         wait_for_step(network, out, max(line["step"] for line in lines_of(out)) + 10)
+    name = f"machine{first}"
+    changes = [
+        (e["left"], e["joined"], e["ranks_before"], e["ranks"]) for e in events_of(out, "returned")
+    ]
+    assert changes == [(name, "", 3, 2), ("", name, 2, 3)]
+    lost, joined = events_of(out, "returned")
+    assert lost["lost_steps"] <= 20 and joined["lost_steps"] == 0
     lines = [line for line in lines_of(out) if "event" not in line]
     alone = undisturbed(run_toml, tmp_path / "alone", lines[-1]["step"], options.split())
     assert [line["step"] for line in lines] == [line["step"] for line in alone]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import math
 import multiprocessing
 import os
 import signal
@@ -105,12 +106,9 @@ def train(rank: int, folder: Path, fault, port: int, restart: int) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     try:
-        limits = {"timeout_seconds": TIMEOUT}
-        if fault is vanished:
-            limits = {"timeout_seconds": HANG_SECONDS, "lost_after_seconds": TIMEOUT}
-        with HeartbeatWatchdog(
-            rank, RANKS, folder=folder, start_id=str(restart), **limits
-        ) as watchdog:
+        timeout, lost_after = (HANG_SECONDS, TIMEOUT) if fault is vanished else (TIMEOUT, math.inf)
+        with HeartbeatWatchdog(rank, RANKS, timeout, folder, start_id=str(restart)) as watchdog:
+            watchdog.set_lost_after(lost_after)
             take_steps(rank, watchdog, fault, folder)
     except UserError:
         sys.exit(EXIT_USER_ERROR)

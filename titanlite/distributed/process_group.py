@@ -20,6 +20,7 @@ from titanlite.distributed.error_report import ErrorReport, exit_code_of
 from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import (
     END_KEY,
+    HOST_KEY,
     SPARE_SECONDS,
     SPARES_VARIABLE,
     bind_gloo_to_loopback,
@@ -67,6 +68,11 @@ class RankContext:
     device: torch.device
     start_id: str = ""  # identifies this start in the store; the same on all its ranks
     store: dist.Store | None = None  # where spare ranks wait; None: there are none
+
+    def spare_hosts(self) -> list[str]:
+        """The hosts of the spare ranks, in rank order."""
+        spares = range(self.world_size, self.world_size + int(os.environ.get(SPARES_VARIABLE, 0)))
+        return [self.store.get(HOST_KEY.format(rank)).decode() for rank in spares if self.store]
 
     def release_spares(self, code: int) -> None:
         """Let spare ranks exit with the exit code of the run."""

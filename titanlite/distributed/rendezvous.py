@@ -32,6 +32,7 @@ FANOUT_TO_JOIN = 32  # ranks that a rank waits for: 3 levels for 16,384 ranks
 MAX_LISTED_RANKS = 8
 SPARES_VARIABLE = "TITANLITE_SPARES"  # launched ranks beyond WORLD_SIZE: see titanlite/elastic
 END_KEY = "exit code"  # of the run; spares look for it
+HOST_KEY = "host of rank {}"  # of a spare
 SPARE_SECONDS = 1.0  # between two looks
 CHECK_MACHINES = (
     "Check that the launcher runs on every machine with the same address and number of machines,"

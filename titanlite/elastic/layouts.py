@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -46,6 +47,12 @@ class ElasticConfig:
     layouts: list[ElasticLayout] = field(default_factory=list)
     # tables of `ranks`, degrees and local_batch_size: the one of most ranks, of those present, is
     # used; unset: the degrees of [parallelism], and as many data-parallel ranks as possible
+    lost_after_seconds: Positive = 10  # a machine without heartbeats for so long is lost
+
+    @property
+    def silent_limit(self) -> float:
+        """Seconds without heartbeats after which a rank is lost, if the timeouts are longer."""
+        return self.lost_after_seconds if self.enable else math.inf
 
 
 def check_elastic_job(config: Any, ranks: int, check: Callable[[Any, int], Checked]) -> Checked:

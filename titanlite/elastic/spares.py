@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -35,7 +36,8 @@ def wait_if_spare(ranks: int, timeout_seconds: float) -> int | None:
     if rank == max(first, ranks):
         print(f"ranks {rank}-{end - 1} wait as spares", file=sys.stderr, flush=True)
     try:
-        _, start_id = rendezvous.open_rank_store(rank, launched, timeout_seconds)
+        store, start_id = rendezvous.open_rank_store(rank, launched, timeout_seconds)
+        store.set(rendezvous.HOST_KEY.format(rank), socket.gethostname())
         return _wait_for_end(start_id, timeout_seconds)
     except dist.DistError:  # the store has ended, with the launcher or rank 0
         return EXIT_RANK_LOST

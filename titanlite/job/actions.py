@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from functools import partial
 
@@ -12,6 +13,7 @@ from titanlite.job.job import Job
 from titanlite.log import logger
 from titanlite.metrics import Profiler
 from titanlite.parallelize.compile import describe_compilation
+from titanlite.runtime.membership import Members
 from titanlite.training import periodic
 from titanlite.training.run import Run
 from titanlite.training.validation import validate, validation_samples
@@ -23,6 +25,7 @@ def add_periodic_actions(
     run: Run,
     validation_sets: list[ValidationSet],
     profilers: Mapping[str, Profiler],
+    members: Members,
 ) -> Run:
     """The run with its actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
@@ -33,7 +36,7 @@ def add_periodic_actions(
         set_collective_timeouts(seconds, excluded=run.checkpointer.group)
         run.watchdog.set_timeout(seconds, f"comm.{name}")
 
-    validated, began = False, state.step
+    validated, began, opened = False, state.step, time.monotonic()
 
     def validate_all(step: int) -> periodic.ValidationResults:
         nonlocal validated
@@ -53,6 +56,9 @@ def add_periodic_actions(
         if config.compiles:
             logger.info("%s", describe_compilation())
         set_timeouts("train_timeout_seconds")
+        if config.elastic.enable and (fields := members.describe_return(began, opened)):
+            layout = {"ranks": job.degrees.ranks, "layout": str(job.degrees)}
+            sinks.event(state.step, "returned", **layout, **fields)
 
     validation = periodic.run_validation(
         validate_all, sinks, config.validation.freq, run.training.steps

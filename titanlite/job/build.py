@@ -67,6 +67,7 @@ from titanlite.runtime import (
     explain_out_of_memory,
     lock_run_folders,
 )
+from titanlite.runtime.membership import Members, refuse_flapping_hosts
 from titanlite.training.engine import build_engine
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
@@ -81,8 +82,7 @@ class RunServices:
     rank: RankContext
     watchdog: HeartbeatWatchdog
     folder_lock: RunFolderLock
-    hosts: list[str]  # names, each once, in rank order
-    began: float  # time.monotonic() when all modules were imported
+    members: Members  # the hosts of this start, with those of spare ranks
     counters: Counters  # steps, samples and tokens of the run so far
     deadline: float | None  # stop before this time.monotonic(); None: no time limit
     memory_advice: list[str]  # lines for an out-of-memory error
@@ -118,10 +118,15 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
         report.printing_errors(),  # before the lock and the watchdog end, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
+        watchdog.set_lost_after(job.config.elastic.silent_limit)
         announce_ranks(rank.rank)
         advice = advise_on_memory(job.config, device.type == "cuda")
-        hosts = list(dict.fromkeys(gather_from_all_ranks(socket.gethostname())))
-        yield RunServices(rank, watchdog, lock, hosts, began, counters, deadline, advice)
+        hosts = gather_from_all_ranks(socket.gethostname())
+        if job.config.elastic.enable:
+            refuse_flapping_hosts(job.folder, hosts, job.config.job.max_crashes)
+        hosts = list(dict.fromkeys([*hosts, *run_on_rank_0(rank.spare_hosts)]))
+        members = Members(job.folder, hosts, began, reads=rank.rank == 0)
+        yield RunServices(rank, watchdog, lock, members, counters, deadline, advice)
 
 
 @contextmanager
@@ -144,7 +149,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
-    record_start(job, checkpointer, lock, services.hosts, found)
+    record_start(job, checkpointer, lock, services.members.hosts, found)
     mesh = build_mesh(job.degrees, rank.device.type)
     connect_mesh(mesh, rank.device, partial(watchdog.set_phase, 0))
     watchdog.set_phase(0, "build")
@@ -193,7 +198,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
         )
         run = add_meters(job, run, sharded, layout, stream)
-        run = add_periodic_actions(job, run, validation_sets, profilers)
+        run = add_periodic_actions(job, run, validation_sets, profilers, services.members)
         yield dataclasses.replace(run, guard=build_guard(job, run, stream, lock))
 
 

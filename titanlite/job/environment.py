@@ -16,6 +16,7 @@ from titanlite.kernels.backend import CPU_KERNELS
 from titanlite.models import ModelSizes
 from titanlite.parallelize.compile import check_compiler
 from titanlite.parallelize.float8 import check_float8_device, find_gpu
+from titanlite.runtime.membership import check_launcher
 
 
 def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
@@ -29,6 +30,7 @@ def check_environment(config: JobConfig, sizes: ModelSizes | None) -> Iterator[U
             " starts.",
             fix="Remove it, or set job.check = true, which only checks the job.",
         )
+    yield from check_launcher(config.elastic)
     yield from _check_device(config)
     yield from check_compiler(config.compile, config.compiles_optimizer, device_type(config))
     yield from _check_data(config, sizes)

@@ -18,6 +18,7 @@ REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps repeated after a re
 ROLLBACK_EVENT = "rolled_back"  # with its `number`, counted from 1 over the whole run
 # Events of meters: numbers and tables of them, which TensorBoard and W&B get too.
 MEASUREMENTS = ("layer_norms", "source_losses", "noise_scale", "expert_load", "mtp_losses")
+TAIL_BYTES = 1 << 20  # of the file, in which the record of the last step is looked for
 UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 
 
@@ -78,6 +79,22 @@ def metrics_folder(folder: Path, saves: bool) -> Path:
         folder / UNSAVED_FOLDER,
     )
     return folder / UNSAVED_FOLDER
+
+
+def read_last_step(path: Path) -> tuple[int, float] | None:
+    """The last step that the file has a record of, and its time; None: it has none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            try:
+                record = parse_json(line)
+                if "event" not in record:
+                    return int(record["step"]), float(record["time"])
+            except (ValueError, KeyError, TypeError):  # cut off by a crash, or by the seek
+                continue
+    return None
 
 
 def drop_later_records(path: Path, step: int, rollbacks: int) -> None:

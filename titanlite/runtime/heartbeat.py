@@ -69,11 +69,9 @@ class RankProgress:
     The main thread writes the position; the watchdog's threads read it.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, timeout_seconds: float, lost_after: float = math.inf
-    ):
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float):
         self.rank, self.world_size = rank, world_size
-        self._lost_after = lost_after
+        self._lost_after_seconds = math.inf
         self.timeout_seconds, self.timeout_key = timeout_seconds, "comm.init_timeout_seconds"
         self.position = Position(0, 0, "start")  # replaced as one object: never read half-changed
         self.stuck_seconds = 0.0  # since the position last changed
@@ -83,7 +81,7 @@ class RankProgress:
     @property
     def silent_limit(self) -> float:
         """Seconds without heartbeats of a rank, or answers of the store, after which it is lost."""
-        return min(SILENT_FRACTION * self.timeout_seconds, self._lost_after)
+        return min(SILENT_FRACTION * self.timeout_seconds, self._lost_after_seconds)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -99,6 +97,10 @@ class RankProgress:
     def set_timeout(self, seconds: float, key: str) -> None:
         """Use the timeout of the setting `key` from now on."""
         self.timeout_seconds, self.timeout_key = seconds, key
+
+    def set_lost_after(self, seconds: float) -> None:
+        """Lower `silent_limit` to this."""
+        self._lost_after_seconds = seconds
 
     def update_stuck_seconds(self, passed: float) -> Position | None:
         """Count the seconds without a new position, or return the new one."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler  # one timer in a process: each dump_traceback_later replaces the one before
-import math
 import os
 import signal
 import sys
@@ -65,8 +64,7 @@ class HeartbeatWatchdog:
     The main thread reports its position by `set_phase`. It may stay in one phase for
     `timeout_seconds` (a single rank: ten times as long), or for `disk_timeout_seconds` while it
     loads or saves. `start_id` separates the heartbeats of this start from those of earlier ones in
-    the same store. `recorder` writes the last collectives before the rank ends. A rank without
-    heartbeats is lost after `lost_after_seconds`, if that is less than most of the timeout.
+    the same store. `recorder` writes the last collectives before the rank ends.
     """
 
     def __init__(
@@ -78,9 +76,8 @@ class HeartbeatWatchdog:
         start_id: str = "",
         disk_timeout_seconds: float = DISK_TIMEOUT_SECONDS,
         recorder: FlightRecorder | None = None,
-        lost_after_seconds: float = math.inf,
     ):
-        self._progress = RankProgress(rank, world_size, timeout_seconds, lost_after_seconds)
+        self._progress = RankProgress(rank, world_size, timeout_seconds)
         self._folder, self._start_id = folder, start_id
         self._disk_timeout_seconds, self._recorder = disk_timeout_seconds, recorder
         self._background_limit: Callable[[], TimeLimit | None] = lambda: None
@@ -141,6 +138,10 @@ class HeartbeatWatchdog:
     def set_timeout(self, seconds: float, key: str) -> None:
         """Change the timeout to that of the setting `key`, such as after the first step."""
         self._progress.set_timeout(seconds, key)
+
+    def set_lost_after(self, seconds: float) -> None:
+        """Take a rank without heartbeats as lost so early, if the timeout is longer."""
+        self._progress.set_lost_after(seconds)
 
     def set_background_limit(self, get_limit: Callable[[], TimeLimit | None]) -> None:
         """While background work has a limit, check that limit instead of the main thread's.

@@ -1,0 +1,88 @@
+"""Which hosts a run has lost and got since its previous start, and how long it was away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.distributed.collectives import run_on_rank_0
+from titanlite.elastic.layouts import ElasticConfig
+from titanlite.errors import ConfigError, RendezvousError
+from titanlite.metrics.jsonl import METRICS_FILE, read_last_step
+from titanlite.runtime.lease import process_age
+from titanlite.runtime.start_log import FLAPPING_SECONDS, StartLog, count_losses
+
+
+class Members:
+    """The hosts of this start, and what is known of the previous one; made before it is recorded.
+
+    `before` and `last_step` (with its time) are None on other ranks than 0, and in a new run.
+    """
+
+    def __init__(self, folder: Path, hosts: Sequence[str], began: float, reads: bool):
+        """`began`: time.monotonic() when this process had imported its modules."""
+        self.hosts, self.began, self.joined = hosts, began, time.monotonic()
+        starts = StartLog(folder).read() if reads else []
+        self.before = starts[-1] if starts else None
+        self.last_step = read_last_step(folder / METRICS_FILE) if reads else None
+
+    def describe_return(self, resumed_at: int, opened: float) -> dict[str, Any]:
+        """The fields of the event `returned`, or none; call it after the first step.
+
+        The run continues after step `resumed_at`; `opened`: when the model was built and loaded.
+        The seconds: away (from the last logged step until torchrun had started the processes
+        again), import, join, open, first_step.
+        """
+        if self.before is None or self.last_step is None:
+            return {}
+        (last_step, last_time), now = self.last_step, time.monotonic()
+        import_seconds = max(0.0, process_age() - (now - self.began))
+        return {
+            "left": " ".join(sorted(set(self.before.hosts) - set(self.hosts))),
+            "joined": " ".join(sorted(set(self.hosts) - set(self.before.hosts))),
+            "ranks_before": self.before.ranks,
+            "lost_steps": max(0, last_step - resumed_at),
+            "away_seconds": time.time() - (now - self.began) - import_seconds - last_time,
+            "import_seconds": import_seconds,
+            "join_seconds": self.joined - self.began,
+            "open_seconds": opened - self.joined,
+            "first_step_seconds": now - opened,
+        }
+
+
+def refuse_flapping_hosts(folder: Path, hosts: Sequence[str], limit: int) -> None:
+    """End the torchrun of each of `hosts` that was lost `limit` times in a day; 0: of none.
+
+    Collective. If there is one, every rank raises RendezvousError, and the others start without it.
+    """
+
+    def find() -> list[str]:
+        losses = count_losses(StartLog(folder).read(), hosts, time.time())
+        return [host for host in hosts if limit and losses[host] >= limit]
+
+    flapping = run_on_rank_0(find)
+    if not flapping or len(flapping) == len(hosts):
+        return
+    if socket.gethostname() in flapping and "TORCHELASTIC_RUN_ID" in os.environ:
+        os.kill(os.getppid(), signal.SIGTERM)
+    raise RendezvousError(
+        f"{', '.join(flapping)}: lost {limit} times in {FLAPPING_SECONDS / 3600:g} hours, so the"
+        " run goes on without it.",
+        fix="Repair or replace it; job.max_crashes is the number of losses that a host may have.",
+    ).mark_on_all_ranks()
+
+
+def check_launcher(config: ElasticConfig) -> Iterator[ConfigError]:
+    """Reject a torchrun that keeps the address of the store of its first start (torch 2.13)."""
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    if config.enable and several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield ConfigError(
+            "elastic.enable = true: torchrun keeps the store of the ranks on one machine for all"
+            " its restarts, so the run could not go on without that machine.",
+            fix="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, on each machine.",
+        )
