@@ -1,11 +1,14 @@
 """Save and load 504 MB of parameters and optimizer state on two ranks, in every mode.
 
+The memory checkpoints are of two hosts: each rank sends its shards to the other.
+
 torchrun --nproc_per_node 2 -m benchmarks.saving   prints the seconds of each save and load
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from titanlite.checkpoint import (
     model_and_optimizer_state,
     read_tensors,
 )
+from titanlite.checkpoint.memory_sets import FOLDER_VARIABLE
 from titanlite.distributed.collectives import broadcast_from_rank_0
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
@@ -54,6 +58,7 @@ def measure_saving() -> None:
                     assert saved and not saved.problem, saved
                     seconds.setdefault(f"{mode}, blocked", []).append(blocked)
                     seconds.setdefault(f"{mode}, written", []).append(saved.seconds)
+            measure_memory(model, optimizer, f"{folder}/memory", seconds)
             state = model_and_optimizer_state(model, [optimizer])
             storage = StorageFolder(f"{folder}/disabled")
             for verify in ("off", "full") * 5:
@@ -64,6 +69,36 @@ def measure_saving() -> None:
             torch.distributed.barrier()
         if rank.rank == 0:
             print(json.dumps(seconds))
+
+
+def measure_memory(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: str,
+    seconds: dict[str, list[float]],
+) -> None:
+    """Save in the memory of two "hosts": each rank has a folder of its own in /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        os.environ[FOLDER_VARIABLE] = memory
+        config = CheckpointConfig(enable=True, async_mode="async", memory_interval=1)
+        checkpointer = Checkpointer(StorageFolder(folder), config, properties={}, job={}, layout="")
+        assert checkpointer.find() is None and checkpointer.memory
+        for step in range(1, 8):
+            save = partial(
+                checkpointer.save_in_memory,
+                *(step, model, [optimizer]),
+                progress={"step": step, "position": step, "tokens": step},
+                average=None,
+                before_commit=lambda: None,
+            )
+            blocked = _time_call(save)
+            saved = checkpointer.memory.take_result(wait=True)
+            assert saved and not saved.problem and not saved.error, saved
+            seconds.setdefault("memory, blocked", []).append(blocked)
+            seconds.setdefault("memory, written", []).append(saved.seconds)
+        assert checkpointer.memory.sent_bytes
+        checkpointer.memory.remove()
+        torch.distributed.barrier()
 
 
 def _load(checkpointer: Checkpointer, state: dict) -> None:

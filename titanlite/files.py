@@ -99,12 +99,13 @@ def write_file_atomically(path: Path, content: bytes) -> None:
     fsync_folder(path.parent)
 
 
-def make_private_folder() -> Path:
-    """This user's folder in the temporary folder; raises OSError if other users can write to it.
+def make_private_folder(parent: Path | None = None) -> Path:
+    """This user's folder in `parent`, or in the temporary folder.
 
-    Its name can be guessed, so another user could have made it.
+    Its name can be guessed, so another user could have made it: raises OSError if other users can
+    write to it.
     """
-    folder = Path(tempfile.gettempdir()) / f"titanlite_{os.getuid()}"
+    folder = (parent or Path(tempfile.gettempdir())) / f"titanlite_{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -33,6 +33,11 @@ def case_checkpoint(context: CaseContext) -> Iterator[Row]:
         yield row(f"saving, {mode}: complete after", "s", medians(f"{mode}, written"))
         ratios = [a / b for a, b in zip(blocked, sync, strict=True)]
         yield row(f"loop blocked, {mode} / disabled", "ratio", ratios)
+    blocked = medians("memory, blocked")
+    yield row("saving in memory, with a copy on another host: loop blocked", "s", blocked)
+    yield row("saving in memory: complete after", "s", medians("memory, written"))
+    ratios = [a / b for a, b in zip(blocked, sync, strict=True)]
+    yield row("loop blocked, memory / disabled", "ratio", ratios)
     off, full = medians("load, verify off"), medians("load, verify full")
     yield row("loading 504 MB, verify off", "s", off)
     ratios = [a / b for a, b in zip(full, off, strict=True)]

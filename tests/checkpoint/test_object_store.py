@@ -124,7 +124,7 @@ def save_and_resume(store, url) -> dict:
 def find_slowly(store, url) -> str:
     """Find a checkpoint while listing takes longer than the timeout of training's collectives."""
     checkpointer = open_checkpointer(url)
-    set_collective_timeouts(1, excluded=checkpointer.group)
+    set_collective_timeouts(1, excluded=[checkpointer.group])
     if dist.get_rank() == 0:
         store.add_rule("GET", "prefix=slow%2F", "delay", 1, 3.0)
     found = checkpointer.find()

@@ -30,7 +30,7 @@ def wait_two_seconds() -> tuple[bool, ...]:
     exchanges = (lambda: dist.all_reduce(torch.ones(1), group=excluded), agree, dist.barrier)
     for exchange in exchanges:
         exchange()
-    set_collective_timeouts(1, excluded=excluded)
+    set_collective_timeouts(1, excluded=[excluded])
     waited = []
     for exchange in exchanges:
         if dist.get_rank():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,10 @@ from titanlite.checkpoint.manifest import (
     software_versions,
     write_checkpoint_manifest,
 )
+from titanlite.checkpoint.memory_save import MemoryCheckpoints
+from titanlite.checkpoint.memory_sets import MemoryReader
 from titanlite.checkpoint.model_state import AVERAGE, HostStaging, State, model_and_optimizer_state
+from titanlite.checkpoint.save_in_progress import SaveInProgress
 from titanlite.checkpoint.step_folders import StepFolders
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import CollectiveSave, write_small_files, write_tensors
@@ -43,10 +45,9 @@ from titanlite.distributed.collectives import (
     run_on_all_ranks,
 )
 from titanlite.distributed.time_limit import TimeLimit
-from titanlite.errors import CheckpointError, UserError
+from titanlite.errors import CheckpointError
 from titanlite.log import logger
 from titanlite.storage import StorageFolder
-from titanlite.threads import DeviceThread
 
 # Timeout of the group of this module, in units of checkpoint.timeout_seconds. The watchdog ends the
 # run earlier, after one unit, because it can name the rank that hangs; a process group cannot.
@@ -62,41 +63,6 @@ class SaveResult:
     seconds: float  # since the call of `save`; includes the removal of old ones, and an export
     blocked_seconds: float  # spent inside `save` and `wait`
     problem: str = ""  # why the save failed; empty if it succeeded
-
-
-class SaveInProgress:
-    """A save with its time limit; its result, valid once `done` is set: seconds, problem, error."""
-
-    def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
-        self.step, self.folder, self.started = step, folder, started
-        self.limit: TimeLimit | None = None  # None until the writing thread runs
-        self.seconds = self.blocked_seconds = 0.0
-        self.problem = ""  # the message of an error that every rank raised
-        self.error: Exception | None = None  # of this rank only; others may still be saving
-        self.done = threading.Event()
-        self._name = f"Rank {dist.get_rank()}: the save of step {step}"
-        self._timeout_seconds = timeout_seconds
-
-    def start(self, write: Callable[[], None], blocking: bool) -> None:
-        """Call `write`, in another thread unless `blocking`."""
-        if blocking:
-            self._run(write)
-        else:
-            DeviceThread(self._run, "save", (write,)).start()
-        self.blocked_seconds = time.monotonic() - self.started
-
-    def _run(self, write: Callable[[], None]) -> None:
-        self.limit = TimeLimit(self._name, self._timeout_seconds, "checkpoint.timeout_seconds")
-        try:
-            write()
-        except Exception as error:  # Ctrl-C ends the run; a failed save does not
-            if isinstance(error, UserError) and error.on_all_ranks:
-                self.problem = str(error)
-            else:
-                self.error = error
-        finally:
-            self.seconds = time.monotonic() - self.started
-            self.done.set()
 
 
 class Checkpointer:
@@ -138,6 +104,14 @@ class Checkpointer:
         self.staging = HostStaging(config.async_mode == "async_with_pinned_mem")
         self.step_folders = StepFolders(folder, config, check_lease, self.group)
         self._save: SaveInProgress | None = None
+        self.memory: MemoryCheckpoints | None = None
+        if config.saves and config.memory_interval:
+            self.memory = MemoryCheckpoints(self.step_folders, config)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """The process groups of this module, whose timeouts are its own."""
+        return [self.group, self.memory.group] if self.memory else [self.group]
 
     @property
     def blocking(self) -> bool:
@@ -150,6 +124,11 @@ class Checkpointer:
         first = step == 1 and config.enable_first_step_checkpoint
         is_due = first or ends_run or step % config.interval == 0
         return config.saves and is_due and step != self.last_step
+
+    def due_in_memory(self, step: int, ends_run: bool) -> bool:
+        """Whether to save after step `step` in memory; not if the disk gets it. Not collective."""
+        is_due = self.memory is not None and step % self.config.memory_interval == 0
+        return is_due and not ends_run and not self.due(step, ends_run)
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -208,6 +187,24 @@ class Checkpointer:
 
         self._save = SaveInProgress(step, folder, started, self.config.timeout_seconds)
         self._save.start(write, self.blocking)
+
+    def save_in_memory(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        progress: dict[str, Any],
+        average: Mapping[str, Tensor] | None,
+        before_commit: Callable[[], None],
+    ) -> None:
+        """Like `save`, but in the memory of this and another host; call it when none is written."""
+        assert self.memory is not None
+        common: dict[str, Any] = {"progress": progress, "facts": self.properties, "job": self.job}
+        common |= {"layout": self.layout, "seconds": self.save_seconds}
+        common["published"] = self.files.get(PUBLISHED_FILE, b"").decode()
+        state = self._state_to_save(model, optimizers, average, final=False)
+        self.memory.save(step, state, common, before_commit)
 
     @property
     def writing(self) -> bool:
@@ -287,7 +284,11 @@ class Checkpointer:
         """The checkpoint to start from, see `find_checkpoint`; None to start from scratch."""
         if not self.config.enable:
             return None
-        return find_checkpoint(self.step_folders, self.config, self.group)
+        if self.memory is None:
+            return find_checkpoint(self.step_folders, self.config, self.group)
+        found = find_checkpoint(self.step_folders, self.config, self.group, self.memory.find)
+        self.memory.begin(found.memory if found else None)
+        return found
 
     def positions(self, with_optimizer: bool = False) -> tuple[dict[int, int], list[str]]:
         """({step: position} of the checkpoints to roll back to, what is wrong with damaged ones).
@@ -356,8 +357,20 @@ class Checkpointer:
             excluded.add(AVERAGE)
         if required.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
-        read_tensors(folder, state, self.group)
+        if completely and self.memory:
+            self.memory.begin()  # what is in memory was rolled back
+        self._read_tensors(found, state)
         return None if model_only else _without_excluded(manifest.progress, excluded)
+
+    def _read_tensors(self, found: FoundCheckpoint, state: State) -> None:
+        if found.memory is None or found.manifest is None:
+            read_tensors(found.folder, state, self.group)
+            return
+        if found.memory.published:
+            self.files[PUBLISHED_FILE] = found.memory.published.encode()
+        reader = MemoryReader(found.memory, found.manifest)
+        read_tensors(found.folder, state, self.group, reader=reader)
+        reader.transfer()
 
     def _check_all_weights_are_used(
         self, found: FoundCheckpoint, weights: Mapping[str, Any]

@@ -20,6 +20,10 @@ class CheckpointConfig:
     folder: str = "checkpoint"
     # checkpoint folder, relative to job.dump_folder; or a URL (s3://…, gs://…) for fsspec
     interval: Positive = 500  # steps between two checkpoints
+    memory_interval: NotNegative = 0
+    # steps between two checkpoints in the memory of this and another host, for a restart after the
+    # loss of a rank or a host; 0: none. They are files in /dev/shm, or in the folder that the
+    # environment variable TITANLITE_MEMORY_FOLDER names
     initial_load_path: str | None = None  # step-N folder of another run to start from
     initial_load_model_only: bool = True  # load only that folder's weights, and start at position 0
     initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder of safetensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from titanlite.checkpoint.manifest import (
     check_hashes,
     read_checkpoint_manifest,
 )
+from titanlite.checkpoint.memory_sets import MemorySet
 from titanlite.checkpoint.step_folders import LOAD_STEP_FILE, StepFolders
 from titanlite.distributed.collectives import capture_user_error, gather_problems
 from titanlite.errors import CheckpointError
@@ -28,6 +29,7 @@ class FoundCheckpoint:
     manifest: CheckpointManifest | None  # None: a Hugging Face folder
     refused: list[str]
     initial: bool = False  # from another run: checkpoint.initial_load_path
+    memory: MemorySet | None = None  # it is in the memory of hosts; `folder` is this host's
 
     @property
     def step(self) -> int:
@@ -36,18 +38,24 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(
-    step_folders: StepFolders, config: CheckpointConfig, group: dist.ProcessGroup | None
+    step_folders: StepFolders,
+    config: CheckpointConfig,
+    group: dist.ProcessGroup | None,
+    find_in_memory: Callable[[], list[MemorySet]] = list,
 ) -> FoundCheckpoint | None:
     """The checkpoint to start from: one of this run, else the initial one; else None. Collective.
 
-    Of this run, it is the one of checkpoint.load_step, if that applies, else the newest valid one.
-    Raises CheckpointError if checkpoints were tried but none is valid: a run never silently starts
-    from scratch.
+    Of this run, it is the one of checkpoint.load_step, if that applies, else the newest valid one,
+    of an equal step that in memory. Raises CheckpointError if the disk has checkpoints to try but
+    none is valid: a run never silently starts from scratch.
     """
     steps, unfinished, applied_load_step = step_folders.list_to_start()
     to_try = _steps_to_try(step_folders.folder, config, steps, applied_load_step)
-    found, refused = find_first_valid(step_folders, to_try, config.verify, group)
-    if refused and not found:
+    sets = find_in_memory() if config.load_step in (-1, applied_load_step) else []
+    both: list[int | MemorySet] = [*sets, *to_try]
+    candidates = sorted(both, key=_step_of, reverse=True)  # stable: sets come first
+    found, refused = find_first_valid(step_folders, candidates, config.verify, group)
+    if to_try and not found:
         untried = len(refused) < len(steps)  # only checkpoint.load_step was tried
         problem = "checkpoint.load_step is not valid" if untried else "no valid checkpoint found"
         another = "use another checkpoint.load_step, " if untried else ""
@@ -58,6 +66,8 @@ def find_checkpoint(
         ).mark_on_all_ranks()
     step_folders.remove_unfinished(unfinished)
     if found or config.initial_load_path is None:
+        for problem in refused if not found else ():  # of sets; a run without start has no event
+            logger.warning("%s", problem)
         return found
     folder = StorageFolder(config.initial_load_path)
     if config.initial_load_in_hf:
@@ -69,17 +79,31 @@ def find_checkpoint(
 
 
 def find_first_valid(
-    step_folders: StepFolders, steps: Sequence[int], verify: str, group: dist.ProcessGroup | None
+    step_folders: StepFolders,
+    steps: Sequence[int | MemorySet],
+    verify: str,
+    group: dist.ProcessGroup | None,
 ) -> tuple[FoundCheckpoint | None, list[str]]:
     """The first valid checkpoint of `steps`, and why those before it were refused. Collective."""
     refused: list[str] = []
     for step in steps:
+        if isinstance(step, MemorySet):
+            refused += step.check()
+            if step.is_complete:
+                common = step.read_manifest()
+                place = StorageFolder(step.files[0].path).parent
+                return FoundCheckpoint(place, common, refused, memory=step), refused
+            continue
         folder = step_folders.of_step(step)
         manifest, problem = verify_on_all_ranks(folder, verify, group)
         if not problem:
             return FoundCheckpoint(folder, manifest, refused), refused
         refused.append(problem)
     return None, refused
+
+
+def _step_of(candidate: int | MemorySet) -> int:
+    return candidate.key[1] if isinstance(candidate, MemorySet) else candidate
 
 
 def _steps_to_try(

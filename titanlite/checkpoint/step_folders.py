@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +28,7 @@ ASIDE = "aside"  # marker file of a step that is set aside, where folders cannot
 _ASIDE_CONTENT = b"Delete this file, and the checkpoint in this folder is used again.\n"
 # The checkpoint.load_step that was applied last, so that a restart does not roll back again.
 LOAD_STEP_FILE = "load_step.json"
+HISTORY_FILE = "memory.json"  # names the history of the memory checkpoints: see memory_sets.py
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,29 @@ class StepFolders:
         """(steps, unfinished folders, the checkpoint.load_step that was applied last, or -1)."""
         applied = self._read_applied_load_step()
         listing = list_steps(self.folder)
+        is_off = self.config.saves and not self.config.memory_interval
+        if is_off and HISTORY_FILE in self.folder.sizes():  # what it trains will not be in memory
+            self.check_lease()
+            self.folder.delete(HISTORY_FILE)
         return listing.steps, listing.unfinished, applied
+
+    @_on_rank_0
+    def read_history(self) -> list[Any]:
+        """[name of the history, the set that it was loaded from or None], see `begin_history`."""
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+            record = parse_json(self.folder.read(HISTORY_FILE))
+            return [record["name"], record["base"]]
+        return [None, None]
+
+    @_on_rank_0
+    def begin_history(self, base: tuple[str, int] | None) -> str:
+        """Invalidate all memory checkpoints but `base` (history, step); returns the new history."""
+        self.check_lease()
+        self.folder.create_folder()
+        name = uuid.uuid4().hex
+        record = json.dumps({"name": name, "base": base})
+        self.folder.write_atomically(HISTORY_FILE, record.encode())
+        return name
 
     @_on_rank_0
     def positions(self, with_optimizer: bool) -> tuple[list[tuple[int, int]], list[str]]:

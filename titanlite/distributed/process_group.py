@@ -6,7 +6,7 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -207,12 +207,12 @@ def enable_expandable_segments() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) -> None:
-    """Set the timeout of all process groups that exist, except `excluded`."""
+def set_collective_timeouts(seconds: int, excluded: Sequence[dist.ProcessGroup | None]) -> None:
+    """Set the timeout of all process groups that exist, except those in `excluded`."""
     # There is no public list of groups (torch 2.11 to 2.15), and before 2.15 no public call that
     # changes the timeout of one.
     from torch.distributed import distributed_c10d
 
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    for group in set(distributed_c10d._world.pg_map) - {excluded}:
+    for group in set(distributed_c10d._world.pg_map).difference(excluded):
         set_timeout(timedelta(seconds=seconds), group)

@@ -96,7 +96,8 @@ def report_start(
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)
         event = "loaded" if found.initial else "resumed"
-        sinks.event(state.step, event, path=str(found.folder), position=state.position)
+        place = {"path": str(found.folder), "source": "memory" if found.memory else "disk"}
+        sinks.event(state.step, event, **place, position=state.position)
         initial = found.initial and job.config.checkpoint.initial_load_model_only
         saved = found.manifest.job if found.manifest and not initial else {}
         if changes := changed_settings(saved, job.config):

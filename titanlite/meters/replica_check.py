@@ -137,7 +137,8 @@ def build_replica_check(metered: MeteredRun) -> Meter | None:
             ).mark_on_all_ranks()
 
     def is_due(info: StepInfo) -> bool:
-        return info.step % config.freq == 0 or saves.due(info.step, info.ends_run)
+        due = (saves.due, saves.due_in_memory)
+        return info.step % config.freq == 0 or any(f(info.step, info.ends_run) for f in due)
 
     # named "save": before the save of an abandoned step, too
     return Meter(PeriodicAction("save", is_due, compare, needs_accepted=True))

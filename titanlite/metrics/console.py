@@ -9,6 +9,7 @@ from titanlite.log import logger
 
 _LEVELS = {  # of events; others are logged as information
     **dict.fromkeys(("checkpoint_failed", "checkpoint_refused"), logging.ERROR),
+    **dict.fromkeys(("memory_checkpoint_failed", "memory_checkpoint_skipped"), logging.WARNING),
     **dict.fromkeys(("replica_mismatch", "rolled_back", "rollback_failed"), logging.ERROR),
     "straggler": logging.WARNING,
 }

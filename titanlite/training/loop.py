@@ -76,7 +76,7 @@ class _Loop:
         agreed = self.agreement.end_step()
         if agreed.lost_folder:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
-        self.last = self._describe_step(result, agreed.is_saving)
+        self.last = self._describe_step(result, agreed.is_saving, agreed.memory_state)
         with run.throughput.paused():
             self._run_actions(self.last, agreed.is_rejected)
 
@@ -84,7 +84,7 @@ class _Loop:
         self.run.watchdog.set_phase(self.run.state.step + 1, phase)
         self.agreement.begin_phase(phase)
 
-    def _describe_step(self, result: StepResult, is_saving: bool) -> StepInfo:
+    def _describe_step(self, result: StepResult, is_saving: bool, memory_state: int) -> StepInfo:
         step = self.run.state.step
         return StepInfo(
             step=step,
@@ -93,6 +93,7 @@ class _Loop:
             is_last=step == self.run.training.steps,
             stop_reason=self.agreement.reason,
             is_saving=is_saving,
+            memory_state=memory_state,
         )
 
     def _run_actions(self, info: StepInfo, is_rejected: bool, only: str = "") -> None:
@@ -106,7 +107,7 @@ class _Loop:
                 self._start_again()
                 return
             latest = info.step
-            info = self.last = self._describe_step(result, info.is_saving)
+            info = self.last = self._describe_step(result, info.is_saving, info.memory_state)
             due = self._due_actions(info, only)
             if info.step < latest:  # the other actions have already run after that step
                 due = [action for action in due if action.waits]

@@ -163,7 +163,7 @@ def _as_float(value: Any) -> float:
 
 # --- goodput -------------------------------------------------------------------------------------
 
-_SAVES = ("checkpoint_saved", "checkpoint_failed")
+_SAVES = ("checkpoint_saved", "checkpoint_failed", "memory_checkpoint_saved")
 
 
 def _measure_goodput(run: RunHistory) -> Goodput:

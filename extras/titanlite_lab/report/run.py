@@ -35,7 +35,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "settings_changed": "#c48a00",
     "stopped": "#7a7f87",
 }
-ROUTINE_EVENTS = ("validation", "checkpoint_saved", *MEASUREMENTS)
+ROUTINE_EVENTS = ("validation", "checkpoint_saved", "memory_checkpoint_saved", *MEASUREMENTS)
 USES = {  # of the wall time, as the page names them
     "training": "training",
     "data": "waiting for data",
