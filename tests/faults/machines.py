@@ -75,7 +75,7 @@ class Network:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
         launcher += ["--nproc-per-node", "1", "--max-restarts", "1000", "--local-addr", address]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29400"]
-        launcher += ["--rdzv-conf", "is_host=0,last_call_timeout=1,keep_alive_interval=1"]
+        launcher += ["--rdzv-conf", "is_host=0,last_call_timeout=5,keep_alive_interval=3"]
         with (self.folder / f"machine{number}.log").open("ab") as log:
             machine = subprocess.Popen(
                 [*NAMESPACES, "sh", "-c", MACHINE, "sh", f"machine{number}", *launcher, *argv],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -9,8 +10,6 @@ import pytest
 from conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, events_of, lines_of
 from tests.faults.machines import Network, why_no_machines
-
-STEPS = 60
 
 
 def wait_for_step(network: Network, out, step: int) -> None:
@@ -30,40 +29,102 @@ def undisturbed(run_toml, folder, steps: int, options: list[str]) -> list[dict]:
     return [line for line in lines_of(folder) if "event" not in line]
 
 
-@pytest.mark.slow
-def test_a_lost_machine_and_its_return_do_not_show_in_the_losses(run_toml, tmp_path):
-    if reason := why_no_machines():
-        pytest.skip(reason)
-    out = tmp_path / "out"
-    options = "--training.steps 100000 --lr_scheduler.total_steps 100000 --checkpoint.interval 20"
-    options += " --training.global_batch_size 7 --training.local_batch_size 1"
-    options += " --elastic.enable true --elastic.lost_after_seconds 5"
-    options += " --validation.enable false --checkpoint.keep_latest_k 2"
-    argv = ["--job.config_file", str(run_toml), "--job.dump_folder", str(out), *options.split()]
-    with Network(tmp_path) as network:
-        for number in range(3):
-            network.start(number, "1:3", str(ROOT / "train.py"), *argv)
-        wait_for_step(network, out, 25)
-        first = next(n for n in range(3) if "default job" in network.log(n))  # it has rank 0
-        lost_at = max(line["step"] for line in lines_of(out))
-        network.kill(first)
-        wait_for_step(network, out, lost_at + 10)
-        network.start(first, "1:3", str(ROOT / "train.py"), *argv)
-        while len(events_of(out, "resumed")) < 2:
-            wait_for_step(network, out, 0)
-            time.sleep(0.1)
-        wait_for_step(network, out, max(line["step"] for line in lines_of(out)) + 10)
-    name = f"machine{first}"
-    changes = [
-        (e["left"], e["joined"], e["ranks_before"], e["ranks"]) for e in events_of(out, "returned")
-    ]
-    assert changes == [(name, "", 3, 2), ("", name, 2, 3)]
-    lost, joined = events_of(out, "returned")
-    assert lost["lost_steps"] <= 20 and joined["lost_steps"] == 0
-    lines = [line for line in lines_of(out) if "event" not in line]
-    alone = undisturbed(run_toml, tmp_path / "alone", lines[-1]["step"], options.split())
+def check_curve(run_toml, tmp_path, options: list[str]) -> None:
+    """The step lines of the run are those of one process."""
+    lines = [line for line in lines_of(tmp_path / "out") if "event" not in line]
+    alone = undisturbed(run_toml, tmp_path / "alone", lines[-1]["step"], options)
     assert [line["step"] for line in lines] == [line["step"] for line in alone]
     for key in ("loss", "grad_norm"):
         assert [d[key] for d in lines] == pytest.approx([d[key] for d in alone], rel=1e-5), key
     for key in ("lr", "tokens", "samples"):
         assert [d[key] for d in lines] == [d[key] for d in alone], key
+
+
+def wait_for_return(network: Network, out, number: int) -> dict:
+    """The event of the return with this number, counted from 1, and some steps after it."""
+    while len(events := events_of(out, "returned")) < number:
+        wait_for_step(network, out, 0)
+        time.sleep(0.1)
+    wait_for_step(network, out, events[-1]["step"] + 7)
+    return events[number - 1]
+
+
+COMMON = ["--training.steps", "100000", "--lr_scheduler.total_steps", "100000"]
+COMMON += ["--training.global_batch_size", "7", "--checkpoint.keep_latest_k", "2"]
+COMMON += ["--validation.enable", "false"]
+ELASTIC = ["--elastic.enable", "true", "--elastic.lost_after_seconds", "5"]
+
+
+@pytest.mark.slow
+def test_a_lost_machine_and_its_return_do_not_show_in_the_losses(run_toml, tmp_path):
+    if reason := why_no_machines():
+        pytest.skip(reason)
+    out, options = tmp_path / "out", ["--training.local_batch_size", "1", *COMMON]
+    argv = ["--job.config_file", str(run_toml), "--job.dump_folder", str(out), *options, *ELASTIC]
+    argv = [str(ROOT / "train.py"), *argv, "--checkpoint.interval", "20"]
+    with Network(tmp_path) as network:
+        for number in range(3):
+            network.start(number, "1:3", *argv)
+        wait_for_step(network, out, 25)
+        first = next(n for n in range(3) if "default job" in network.log(n))  # it has rank 0
+        network.kill(first)
+        lost = wait_for_return(network, out, 1)
+        network.start(first, "1:3", *argv)
+        joined = wait_for_return(network, out, 2)
+    name = f"machine{first}"
+    assert [lost[key] for key in ("left", "joined", "ranks_before", "ranks")] == [name, "", 3, 2]
+    assert [joined[key] for key in ("left", "joined", "ranks_before", "ranks")] == ["", name, 2, 3]
+    assert lost["lost_steps"] <= 20 and joined["lost_steps"] == 0
+    check_curve(run_toml, tmp_path, options)
+
+
+LAYOUTS = """
+[elastic]
+enable = true
+lost_after_seconds = 5
+layouts = [
+    { ranks = 4, tensor_parallel_degree = 2, pipeline_parallel_degree = 2, local_batch_size = 2 },
+    { ranks = 3, data_parallel_replicate_degree = 3, data_parallel_shard_degree = 1 },
+    { ranks = 2, context_parallel_degree = 2 },
+]
+"""
+
+
+@pytest.mark.slow
+def test_many_lost_machines_do_not_show_in_the_losses(run_toml, tmp_path, request):
+    """As many as `--layouts`, one or two at once, with memory checkpoints and four layouts."""
+    if reason := why_no_machines():
+        pytest.skip(reason)
+    out, faults, draw = tmp_path / "out", request.config.getoption("--layouts"), random.Random(1)
+    options = ["--training.local_batch_size", "1", *COMMON]
+    elastic = tmp_path / "elastic.toml"
+    elastic.write_text(run_toml.read_text() + LAYOUTS)
+    argv = [
+        str(ROOT / "train.py"),
+        "--job.config_file",
+        str(elastic),
+        "--job.dump_folder",
+        str(out),
+    ]
+    argv += [*options, "--checkpoint.interval", "30", "--checkpoint.memory_interval", "3"]
+    argv += ["--job.max_crashes", "0", "--parallelism.pipeline_parallel_microbatch_size", "1"]
+    dead, returns, lost_steps = set(), 0, []
+    with Network(tmp_path) as network:
+        for number in range(4):
+            network.start(number, "2:4", *argv)
+        wait_for_step(network, out, 10)
+        while faults:
+            if dead and (len(dead) == 2 or draw.random() < 0.5):
+                network.start(number := dead.pop(), "2:4", *argv)
+                wait_for_return(network, out, returns := returns + 1)
+                continue
+            count = draw.randint(1, 2 - len(dead))
+            for number in draw.sample(sorted(network.machines), count):
+                network.kill(number)
+                dead.add(number)
+            faults -= count
+            event = wait_for_return(network, out, returns := returns + 1)
+            lost_steps.append((count, event["lost_steps"]))
+    print(lost_steps, events_of(out, "returned"))
+    assert all(lost <= (3 if count == 1 else 30) + 1 for count, lost in lost_steps), lost_steps
+    check_curve(run_toml, tmp_path, options)
