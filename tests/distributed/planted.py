@@ -196,7 +196,7 @@ FAULTS = {
         "reduce_gradient",
         _forget_copy,
         "tied embeddings",
-        "pipeline=2,microbatch=9",
+        "pipeline=2,microbatch=3",
         "gradients of step 0",
     ),
     "multi-token prediction is off by a token": PlantedFault(
@@ -230,7 +230,7 @@ FAULTS = {
         "_remove_other_modules",
         _reverse_blocks,
         "SGD",
-        "pipeline=2,microbatch=3,accumulate=3",
+        "pipeline=2,microbatch=1,accumulate=3",
         "gradients of step 0",
     ),
     "RoPE's positions of each shard begin at 0": PlantedFault(

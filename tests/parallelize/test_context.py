@@ -15,6 +15,7 @@ from tests.parallelize.memory import measure_allocations
 from titanlite.distributed import collectives
 from titanlite.kernels.flash import CpuFlash, EagerAttention
 from titanlite.parallelize import kv_exchange
+from titanlite.parallelize.context_delta import gather_over_ranks, sum_own_over_ranks
 from titanlite.parallelize.context_tiles import SequenceShard
 
 LENGTH = 48
@@ -215,3 +216,15 @@ def test_a_sequence_four_times_as_long_fits_on_four_ranks(rotate):
     for peak in run_on_ranks(peak_bytes_of_a_step, 4, layout, replace(short, seq_len=1024)):
         print(f"{rotate}: {peak / one_rank:.3f} of the peak of the short sequence")  # pytest -rP
         assert peak <= 1.2 * one_rank
+
+
+def check_operators_of_linear_attention() -> None:
+    group_name = dist.group.WORLD.group_name
+    torch.library.opcheck(gather_over_ranks, (torch.randn(2, 3, requires_grad=True), group_name))
+    torch.library.opcheck(sum_own_over_ranks, (torch.randn(2, 3, 4), group_name))
+
+
+@pytest.mark.slow
+def test_the_operators_of_linear_attention_pass_opcheck():
+    """What torch.compile needs of them, without a compiled layout."""
+    run_on_ranks(check_operators_of_linear_attention, 2)
