@@ -199,6 +199,7 @@ def test_context_parallel_runs_the_configured_kernel(worker, backend):
 
 
 def test_linear_attention_and_the_prediction_of_further_tokens_wait_for_nothing(worker):
-    model = "model.name=qwen3_next model.n_layers=4 model.n_experts=0 model.mtp_layers=1"
+    model = "model.name=qwen3_next model.n_layers=2 model.full_attention_every=2"
+    model += " model.n_experts=0 model.mtp_layers=1"
     settings = f"{model} parallelism.context_parallel_degree=2"
     assert_host_runs_ahead(worker.trace(settings, ranks=2))

@@ -67,10 +67,11 @@ def with_all_parts(family):
 def test_count_parameters_matches_the_module_and_the_published_sizes(name):
     family = FAMILIES[name]
     for flavor, sizes in family.flavors.items():
-        if sizes.dim <= 2048:
+        if sizes.dim <= 2048:  # with at most eight blocks: each kind is among them
+            shallow = replace(sizes, n_layers=min(sizes.n_layers, 8))
             with torch.device("meta"):
-                parameters = family.build(sizes).parameters()
-            assert family.count_parameters(sizes) == sum(p.numel() for p in parameters)
+                parameters = family.build(shallow).parameters()
+            assert family.count_parameters(shallow) == sum(p.numel() for p in parameters)
         if published := PUBLISHED.get(name, {}).get(flavor):
             billions = family.count_parameters(sizes) / 1e9
             digits = len(str(published).partition(".")[2])

@@ -168,6 +168,7 @@ def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embeddin
 @pytest.mark.slow
 def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
     argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.positions=16384"]
+    argv += ["--model.n_layers=2"]
     argv += ["--parallelism.pipeline_parallel_degree=2", "--training.seq_len=256"]
     *_, (step, estimate) = compare([*argv, "--training.local_batch_size=2"], 2)
     assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
@@ -177,7 +178,7 @@ def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks(schedule):
     settings = {
-        "model.n_layers": 4,
+        "model.n_layers": 2 if schedule == "1F1B" else 4,
         "parallelism.pipeline_parallel_degree": 2,
         "parallelism.pipeline_parallel_schedule": schedule,
         "training.local_batch_size": 3,
@@ -223,7 +224,11 @@ NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no
 def test_a_dry_run_equals_a_real_run(name):
     of_name = {
         "FSDP 3, uneven": (3, {**LAYOUTS["FSDP 3, uneven"][1], **SHORT}),
-        "linear attention": (2, {**LINEAR, **FP32}),
+        # two chunks of the delta rule in each sequence
+        "linear attention": (
+            2,
+            {**LINEAR, **FP32, "training.seq_len": 128, "training.local_batch_size": 2},
+        ),
         "PP 2": (2, {**PIPELINE, **TIED}),
         "tied, chunks": (2, {**TIED, **SHORT, "model.vocab_size": 8000, "loss.chunk_tokens": 64}),
     }

@@ -21,11 +21,11 @@ SIZES = MoESizes(
     n_kv_heads=4,
     hidden_dim=768,
     vocab_size=1024,
-    experts=ExpertSizes(count=16, active=4, hidden_dim=128, shared_dim=64),
+    experts=ExpertSizes(count=8, active=4, hidden_dim=128, shared_dim=64),
 )
 FAMILY = replace(MOE_FAMILY, flavors={"small": SIZES})
 LAYOUTS = {
-    # 8 experts over 3 ranks: no dimension divides evenly
+    # 4 experts over 3 ranks: no dimension divides evenly
     "EP 2, full": (6, {"expert_parallel_degree": 2}, "full"),
     "EP 4, TP 2, op": (4, {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}, "op"),
     "EP 2, TP 2 of experts": (
@@ -77,10 +77,11 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("qwen3_moe", ["--parallelism.tensor_parallel_degree=2"]),
+        ("qwen3_moe", ["--parallelism.tensor_parallel_degree=2", "--model.n_layers=2"]),
         (
             "gpt_oss",
             [
+                "--model.n_layers=2",
                 "--parallelism.tensor_parallel_degree=2",
                 "--parallelism.expert_parallel_degree=4",
                 "--activation_checkpoint.mode=none",
@@ -93,18 +94,26 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
         (
             "deepseek_v3",  # its first block has no experts
             [
+                "--model.n_layers=3",
                 "--parallelism.pipeline_parallel_degree=2",
                 "--parallelism.expert_parallel_degree=2",
-                "--training.local_batch_size=4",
+                "--training.local_batch_size=2",
                 "--activation_checkpoint.mode=full",
             ],
         ),
-        ("gemma3", ["--parallelism.tensor_parallel_degree=2"]),  # four norms in a block
+        (
+            "gemma3",  # four norms in a block
+            [
+                "--parallelism.tensor_parallel_degree=2",
+                "--model.n_layers=2",
+                "--model.full_attention_every=2",
+            ],
+        ),
         (
             "deepseek_v3",
             [
-                "--model.n_layers=4",
-                "--model.n_dense_layers=3",
+                "--model.n_layers=3",
+                "--model.n_dense_layers=2",
                 "--model.n_experts=32",
                 "--activation_checkpoint.mode=full",
             ],
@@ -130,4 +139,5 @@ def test_blocks_with_experts_and_without_are_of_different_kinds():
 
 def test_the_traffic_of_latent_attention_equals_a_dry_run():
     argv = ["--model.name=deepseek_v3", "--model.flavor=tiny", "--training.seq_len=512"]
+    argv.append("--model.n_layers=2")
     assert compare([*argv, "--parallelism.tensor_parallel_degree=2"], 2)
