@@ -35,7 +35,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("models/deepseek_v3.py", "models/gpt2.py", "models/mistral.py", "models/mixtral.py"),
     *("models/gemma3.py", "models/glm4_moe.py", "models/olmo2.py", "models/olmo3.py"),
     *("models/qwen3_next.py", "models/qwen3_5.py", "models/olmo_hybrid.py"),
-    *("kernels/delta_rule.py", "parallelize/context_delta.py"),
+    *("kernels/delta_rule.py", "kernels/fla.py", "parallelize/context_delta.py"),
     *("models/qwen2.py", "models/qwen3.py", "models/qwen3_moe.py", "models/smollm3.py"),
     *("models/config_json.py", "models/gpt_oss.py", "checkpoint/mxfp4.py"),
     *("models/load_balancing.py", "models/moe.py", "models/mtp.py", "models/router.py"),

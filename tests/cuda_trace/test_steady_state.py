@@ -198,8 +198,17 @@ def test_context_parallel_runs_the_configured_kernel(worker, backend):
     assert calls == backward_calls == 4  # tiles of the block: one with the keys of each rank
 
 
-def test_linear_attention_and_the_prediction_of_further_tokens_wait_for_nothing(worker):
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ("model.mtp_layers=1 parallelism.context_parallel_degree=2", 2),
+        (f"attention.linear_backend=fla {DOCUMENTS} {COMPILE}", 1),
+    ],
+)
+def test_linear_attention_waits_for_nothing(worker, settings, ranks):
+    """Also with the prediction of further tokens. The kernels of fla-core are fake ones."""
     model = "model.name=qwen3_next model.n_layers=2 model.full_attention_every=2"
-    model += " model.n_experts=0 model.mtp_layers=1"
-    settings = f"{model} parallelism.context_parallel_degree=2"
-    assert_host_runs_ahead(worker.trace(settings, ranks=2))
+    model += " model.n_experts=0"
+    step = worker.trace(f"{model} {settings}", ranks)
+    assert_host_runs_ahead(step)
+    assert ("fla" in step["attention"]) == ("fla" in settings)

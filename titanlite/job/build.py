@@ -50,6 +50,7 @@ from titanlite.job.start import (
     restore,
 )
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
+from titanlite.kernels.fla import try_fla_kernels
 from titanlite.log import log_waiting, logger
 from titanlite.meters import METERS
 from titanlite.meters.expert_load import ExpertLoad
@@ -241,6 +242,9 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
         )
     )
     activate_flash_package(kernel)
+    if config.attention.linear_backend == "fla" and hasattr(job.sizes, "linear_key_heads"):
+        dtype, ranks = job.transforms.compute_dtype, job.degrees.tensor
+        run_on_rank_0(lambda: try_fla_kernels(job.sizes, ranks, dtype, device))
     transforms = dataclasses.replace(job.transforms, attention_kernel=kernel)
     modules = build_parallel_modules(job.spec, job.sizes, layout, transforms)
     sharded = modules.materialize(device, config.debug.seed, job.widths)

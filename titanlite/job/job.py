@@ -71,6 +71,7 @@ class Job:
             compute_dtype=DTYPES[training.mixed_precision_param],
             cpu_offload=training.enable_cpu_offload,
             document_mask=config.attention.mask == "document",
+            linear_backend=config.attention.linear_backend,
         )
 
     @property

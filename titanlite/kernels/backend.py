@@ -55,6 +55,8 @@ class AttentionConfig:
     mask: Literal["causal", "document"] = "causal"
     # causal: a token attends to its sequence up to itself; document: only within its document,
     # whose positions start at 0
+    linear_backend: Literal["torch", "fla"] = "torch"
+    # linear attention: by matmuls in fp32, or the Triton kernels of the package fla-core
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,12 @@ def check_attention_config(
         yield ConfigError(
             f'attention.backend = "{config.backend}": cannot be used with {feature}: {reason}.',
             fix=f'Use "auto", or {", ".join(supported)}.',
+        )
+    if config.linear_backend == "fla" and context_degree > 1:
+        yield ConfigError(
+            'attention.linear_backend = "fla": cannot be used with context parallel, whose states'
+            " the kernels would round.",
+            fix='Use "torch".',
         )
     if config.mask == "document" and tokenizer is None:
         yield ConfigError(

@@ -10,6 +10,8 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
+from titanlite.kernels.delta_rule import DeltaRule
+from titanlite.kernels.fla import apply_fla_kernels
 from titanlite.models import LoadBalancing, LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.mup import WidthScale
 from titanlite.models.router import NO_BALANCING, find_routers
@@ -26,6 +28,7 @@ from titanlite.parallelize.compile import (
     compile_blocks,
     compile_loss,
     enable_async_tensor_parallel_fusion,
+    replace_forward,
 )
 from titanlite.parallelize.context import apply_context_parallel
 from titanlite.parallelize.expert import apply_expert_parallel, experts_on_own_mesh
@@ -65,6 +68,7 @@ class ModelTransforms:
     compute_dtype: torch.dtype = torch.float32  # weights and activations in forward and backward
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
     attention_kernel: str | None = None  # None: torch selects one
+    linear_backend: str = "torch"  # of linear attention; see `AttentionConfig`
     load_balancing: LoadBalancing = NO_BALANCING  # of the experts
     document_mask: bool = False  # attention does not cross document boundaries
     like_torchtitan: bool = False  # the distributions of the initial weights; see `init_weights`
@@ -133,6 +137,10 @@ def parallelize(
     tie_parameters(model, tied)  # TP replaced both parameters of a tied pair
     pattern = spec.attention_pattern
     set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
+    if transforms.linear_backend == "fla":
+        for module in model.modules():
+            if isinstance(module, DeltaRule):
+                replace_forward(module, apply_fla_kernels)
     apply_context_parallel(model, pattern, mesh.cp, config)  # after the kernel: replaces it
     # Checkpointing comes after TP, so that the TP all-gathers are recomputed too. Per-operation
     # checkpointing comes before compile, which must see which outputs are saved.

@@ -129,6 +129,7 @@ SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions o
     "torch_attn::_varlen_attn",
     "titanlite::attend_in_documents",
     "titanlite::attend_over_ranks",
+    "titanlite::fla_delta_rule",
     "_c10d_functional::reduce_scatter_tensor",
     "aten::max",
 }
