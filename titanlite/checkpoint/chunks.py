@@ -127,8 +127,7 @@ def _read_chunk_list(folder: StorageFolder, manifest: CheckpointManifest) -> byt
         raise damaged_checkpoint(folder, f"{CHUNKS_FILE} is not in the manifest")
     if record.bytes > MAX_CHUNKS_BYTES:
         raise damaged_checkpoint(
-            folder,
-            f"{CHUNKS_FILE} has {record.bytes:,} bytes (the limit is {MAX_CHUNKS_BYTES:,})",
+            folder, f"{CHUNKS_FILE} has {record.bytes:,} bytes (the limit is {MAX_CHUNKS_BYTES:,})"
         )
     try:
         with folder.open_for_reading(CHUNKS_FILE) as stream:

@@ -10,11 +10,7 @@ import xxhash
 from torch import Tensor
 
 from titanlite.checkpoint.huggingface import MAX_JSON_BYTES, PUBLISHED_FILE, TOKENIZER_FILE
-from titanlite.checkpoint.huggingface_export import (
-    SHARD_BYTES,
-    ModelToExport,
-    write_hugging_face,
-)
+from titanlite.checkpoint.huggingface_export import SHARD_BYTES, ModelToExport, write_hugging_face
 from titanlite.checkpoint.manifest import DTYPE_OF_NAME, check_hashes
 from titanlite.checkpoint.saved_model import (
     SavedModel,

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.manifest import (
-    CheckpointManifest,
-    check_hashes,
-    read_checkpoint_manifest,
-)
+from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
 from titanlite.checkpoint.memory_sets import MemorySet
 from titanlite.checkpoint.step_folders import LOAD_STEP_FILE, StepFolders
 from titanlite.distributed.collectives import capture_user_error, gather_problems

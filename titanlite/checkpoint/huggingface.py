@@ -90,10 +90,7 @@ class HuggingFaceFolder:
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
-        self,
-        name: str,
-        offsets: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
+        self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> Tensor:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
         stored = self.tensors[name]

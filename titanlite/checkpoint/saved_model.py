@@ -7,17 +7,9 @@ from typing import TypeVar
 
 import torch
 
-from titanlite.checkpoint.manifest import (
-    CheckpointManifest,
-    check_hashes,
-    read_checkpoint_manifest,
-)
+from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
 from titanlite.data import Tokenizer, open_tokenizer
-from titanlite.data.open_tokenizer import (
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER_FILES,
-    tokenizer_from_bytes,
-)
+from titanlite.data.open_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_FILES, tokenizer_from_bytes
 from titanlite.data.tokenizer import BYTES
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec

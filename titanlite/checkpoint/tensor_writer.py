@@ -28,11 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.chunks import CHUNKS_FILE, dump_chunks, tensors_of
-from titanlite.checkpoint.dcp import (
-    as_checkpoint_error,
-    call_on_all_ranks,
-    completed_future,
-)
+from titanlite.checkpoint.dcp import as_checkpoint_error, call_on_all_ranks, completed_future
 from titanlite.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord
 from titanlite.checkpoint.model_state import State
 from titanlite.distributed.collectives import run_on_rank_0

@@ -8,12 +8,7 @@ from __future__ import annotations
 from titanlite.data.background import prefetch
 from titanlite.data.dump import BatchDump
 from titanlite.data.formats import FORMATS, TEXT, open_token_source
-from titanlite.data.mixing import (
-    MixtureConfig,
-    PhaseConfig,
-    describe_mixture,
-    repeated_sources,
-)
+from titanlite.data.mixing import MixtureConfig, PhaseConfig, describe_mixture, repeated_sources
 from titanlite.data.open_tokenizer import open_tokenizer
 from titanlite.data.order import (
     PositionWindow,

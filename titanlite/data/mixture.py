@@ -170,11 +170,7 @@ class Mixture:
     """Which source is drawn at each position of a run."""
 
     def __init__(
-        self,
-        seed: int,
-        names: Sequence[str],
-        phases: Sequence[Phase],
-        limits: Sequence[int | None],
+        self, seed: int, names: Sequence[str], phases: Sequence[Phase], limits: Sequence[int | None]
     ):
         """`phases` begin at position 0 and at increasing positions; `limits`: most draws of each
         source. When a source has reached its limit, the others share its weight in proportion to

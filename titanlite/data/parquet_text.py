@@ -7,12 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from titanlite.data.text_files import (
-    FileRange,
-    not_utf8_error,
-    open_text_file,
-    too_long_error,
-)
+from titanlite.data.text_files import FileRange, not_utf8_error, open_text_file, too_long_error
 from titanlite.data.urls import StorageError, is_data_url
 from titanlite.errors import DataError
 

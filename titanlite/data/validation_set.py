@@ -32,12 +32,7 @@ MAX_TEXT_BYTES = 256 << 20  # each rank tokenizes all of it when a run starts, a
 class ValidationSet:
     """The samples of a validation source in file order; the last of `samples` may be shorter."""
 
-    def __init__(
-        self,
-        source: StoredSamples,
-        seq_len: int,
-        tokenizer: Tokenizer | None = None,
-    ):
+    def __init__(self, source: StoredSamples, seq_len: int, tokenizer: Tokenizer | None = None):
         self.name, self.seq_len, self._source = source.name, seq_len, source
         self._tokenizer = tokenizer
         self.bos = source.bos

@@ -34,13 +34,7 @@ from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
 from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
 from titanlite.job.actions import add_periodic_actions
-from titanlite.job.data import (
-    SavedLanes,
-    build_batch_dump,
-    build_batches,
-    build_data,
-    log_mixture,
-)
+from titanlite.job.data import SavedLanes, build_batch_dump, build_batches, build_data, log_mixture
 from titanlite.job.job import Job
 from titanlite.job.start import (
     advise_on_memory,

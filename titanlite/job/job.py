@@ -234,10 +234,6 @@ class Job:
         """The effective configuration as a TOML that `read_job` accepts."""
         config = self.configured or self.config
         section = dataclasses.replace(
-            config.job,
-            config_file=None,
-            print_config=False,
-            check=False,
-            check_ranks=None,
+            config.job, config_file=None, print_config=False, check=False, check_ranks=None
         )
         return to_toml(dataclasses.replace(config, job=section))

@@ -16,11 +16,7 @@ from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
 from titanlite.models.sizes import prediction_layers
-from titanlite.optim import (
-    OptimizerConfig,
-    moment_format,
-    whole_matrix_optimizers,
-)
+from titanlite.optim import OptimizerConfig, moment_format, whole_matrix_optimizers
 from titanlite.optim.config import ParameterGroupConfig
 from titanlite.optim.low_memory import StateDtype
 from titanlite.optim.mup import check_mup_optimizers

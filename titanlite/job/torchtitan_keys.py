@@ -78,11 +78,7 @@ ALWAYS: dict[str, Any] = {  # keys of torchtitan that have one value here, or de
 
 def complete_table(table: dict[str, Any]) -> list[ConfigError]:
     """Replace, in a job's TOML with its overrides, torchtitan's keys and `model.from`."""
-    return [
-        *_accept_torchtitan(table),
-        *_remove_constants(table),
-        *_resolve_model_source(table),
-    ]
+    return [*_accept_torchtitan(table), *_remove_constants(table), *_resolve_model_source(table)]
 
 
 def _remove_constants(table: dict[str, Any]) -> Iterator[ConfigError]:

@@ -32,17 +32,24 @@ class KeyValueCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-class AttentionSinks(nn.Module):
-    """The sinks [H] of `add_sinks`; a module, so that tensor parallelism can shard them by head."""
+class ParametersOfHeads(nn.Module):
+    """A module whose parameters are not those of a linear layer, and are sharded by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
+
+    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
+        """Compute with `local(weight)` of each parameter, what this process has of it."""
+        self._local = local
+
+
+class AttentionSinks(ParametersOfHeads):
+    """The sinks [H] of `add_sinks`; a module, so that tensor parallelism can shard them."""
 
     def __init__(self, n_heads: int):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(n_heads))
-        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
-
-    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
-        """Return `local(weight)`, the sinks of the heads that this process has."""
-        self._local = local
 
     def forward(self) -> Tensor:
         return self._local(self.weight)

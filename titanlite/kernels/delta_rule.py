@@ -10,12 +10,11 @@ a triangular system). Only the state is passed from chunk to chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.kernels.attention import ParametersOfHeads
 from titanlite.kernels.documents import DocumentIndex
 
 CHUNK = 64  # tokens; work inside of a chunk grows with it, steps from chunk to chunk get fewer
@@ -39,7 +38,7 @@ class DeltaCache:
         self.state = state
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(ParametersOfHeads):
     """Depthwise causal convolution over the last W tokens of a document, and SiLU: [B, T, D].
 
     The channels are those of queries, keys and values side by side, each with all of their heads.
@@ -53,11 +52,6 @@ class ShortConvolution(nn.Module):
         self.v = nn.Parameter(torch.empty(values, width))
         for weight in self.parameters():
             nn.init.normal_(weight, std=0.02)
-        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
-
-    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
-        """Convolve with `local(weight)`, the rows of the channels that this process has."""
-        self._local = local
 
     def forward(
         self, x: Tensor, documents: DocumentIndex | None = None, cache: DeltaCache | None = None
@@ -75,18 +69,13 @@ class ShortConvolution(nn.Module):
         return short_convolution(x, weight, before, starts)
 
 
-class DecayGate(nn.Module):
+class DecayGate(ParametersOfHeads):
     """How much of the state a head keeps at a token: log decay [B, T, H] from `a` [B, T, H]."""
 
     def __init__(self, heads: int):
         super().__init__()
         self.A_log = nn.Parameter(torch.zeros(heads))
         self.dt_bias = nn.Parameter(torch.ones(heads))
-        self._local: Callable[[Tensor], Tensor] = lambda weight: weight
-
-    def use_local(self, local: Callable[[Tensor], Tensor]) -> None:
-        """Use `local(parameter)`, the elements of the heads that this process has."""
-        self._local = local
 
     def forward(self, a: Tensor) -> Tensor:
         rate, bias = self._local(self.A_log).float().exp(), self._local(self.dt_bias).float()

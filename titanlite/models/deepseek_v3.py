@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -15,8 +16,8 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
-from titanlite.models.decoder import CosSin, Decoder
-from titanlite.models.llama import LLAMA3, TransformerBlock
+from titanlite.models.decoder import CosSin, RopeSettings
+from titanlite.models.llama import LLAMA3, Llama
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.mtp import DEEPSEEK_NAMES, PredictionLayers, with_prediction_names
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
@@ -74,6 +75,9 @@ class DeepSeekV3Sizes:
         factor = self.rope_scaling_factor
         return YarnScaling(factor, fast_turns=self.rope_fast_turns) if factor > 1 else None
 
+    def rotary_of(self, block: int) -> RopeSettings | None:
+        return self.qk_rope_head_dim, self.rope_theta, self.rope_scaling
+
     @property
     def experts(self) -> ExpertSizes | None:
         return deepseek_experts(self)
@@ -103,7 +107,7 @@ class DeepSeekAttention(nn.Module):
     rotated features of the key.
     """
 
-    def __init__(self, sizes: DeepSeekV3Sizes):
+    def __init__(self, sizes: DeepSeekV3Sizes, block: int):
         super().__init__()
         self.head_width, self.rotary_dim = sizes.head_width, sizes.qk_rope_head_dim
         self.latent_dim, self.value_dim = sizes.kv_lora_rank, sizes.v_head_dim
@@ -163,18 +167,6 @@ class SharedKey(nn.Module):
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
 
 
-class DeepSeekV3(Decoder):
-    """The transformer of DeepSeek-V3."""
-
-    def __init__(self, sizes: DeepSeekV3Sizes):
-        def build_block(index: int) -> nn.Module:
-            experts = sizes.experts if index >= sizes.n_dense_layers else None
-            return TransformerBlock(sizes, DeepSeekAttention(sizes), experts)
-
-        rotary = (sizes.qk_rope_head_dim, sizes.rope_theta, sizes.rope_scaling)
-        super().__init__(sizes, build_block, lambda block: rotary)
-
-
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 EXPERT_NAMES = {
@@ -204,6 +196,8 @@ NAMES = {
     "layers.*.attention.wkv_b.weight": "model.layers.*.self_attn.kv_b_proj.weight",
 }  # the rotated features are in the published order: pairs are (2i, 2i + 1)
 
+SMALL_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+
 HUGGING_FACE = HuggingFaceMapping(
     family="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -212,10 +206,7 @@ HUGGING_FACE = HuggingFaceMapping(
     own_keys={
         **EXPERT_KEYS,
         "q_lora_rank": "q_lora_rank",
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_nope_head_dim": "qk_nope_head_dim",
-        "qk_rope_head_dim": "qk_rope_head_dim",
-        "v_head_dim": "v_head_dim",
+        **{key: key for key in SMALL_HEADS},
         "rope_fast_turns": "beta_fast",
     },
     fixed={
@@ -246,74 +237,24 @@ HUGGING_FACE = HuggingFaceMapping(
 
 # --- the family -----------------------------------------------------------------------------------
 
+GROUPS = {"n_expert_groups": 8, "n_active_groups": 4}
+KIMI: dict[str, Any] = {"n_dense_layers": 1, "norm_eps": 1e-5, "rope_theta": 50_000.0}
 FLAVORS = {
     "tiny": DeepSeekV3Sizes(
-        dim=256,
-        n_layers=4,
-        n_heads=8,
-        hidden_dim=768,
-        vocab_size=2048,
-        n_dense_layers=1,
-        n_experts=8,
-        n_active_experts=3,
-        expert_hidden_dim=256,
-        n_shared_experts=2,
-        n_expert_groups=2,
-        n_active_groups=1,
-        q_lora_rank=96,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
+        256, 4, 8, 768, 2048, 8, 3, 256, 1, 2, 2, q_lora_rank=96, **SMALL_HEADS
     ),
     # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json
     "moonlight-16B": DeepSeekV3Sizes(
-        dim=2048,
-        n_layers=27,
-        n_heads=16,
-        hidden_dim=11_264,
-        vocab_size=163_840,
-        n_dense_layers=1,
-        n_experts=64,
-        n_active_experts=6,
-        expert_hidden_dim=1408,
-        n_shared_experts=2,
-        route_scale=2.446,
-        norm_eps=1e-5,
-        rope_theta=50_000.0,
+        2048, 27, 16, 11_264, 163_840, 64, 6, 1408, n_shared_experts=2, route_scale=2.446, **KIMI
     ),
     # DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 4.2), as trained on 4,096 tokens
     "V3-671B": DeepSeekV3Sizes(
-        dim=7168,
-        n_layers=61,
-        n_heads=128,
-        hidden_dim=18_432,
-        vocab_size=129_280,
-        n_dense_layers=3,
-        n_experts=256,
-        n_active_experts=8,
-        expert_hidden_dim=2048,
-        n_expert_groups=8,
-        n_active_groups=4,
-        route_scale=2.5,
-        q_lora_rank=1536,
+        7168, 61, 128, 18_432, 129_280, 256, 8, 2048, 3, route_scale=2.5, q_lora_rank=1536, **GROUPS
     ),
     # Kimi K2 (https://arxiv.org/abs/2507.20534, table 2), as trained on 4,096 tokens; epsilon and
     # base from its config.json
     "kimi-k2-1T": DeepSeekV3Sizes(
-        dim=7168,
-        n_layers=61,
-        n_heads=64,
-        hidden_dim=18_432,
-        vocab_size=163_840,
-        n_dense_layers=1,
-        n_experts=384,
-        n_active_experts=8,
-        expert_hidden_dim=2048,
-        route_scale=2.827,
-        q_lora_rank=1536,
-        norm_eps=1e-5,
-        rope_theta=50_000.0,
+        7168, 61, 64, 18_432, 163_840, 384, 8, 2048, route_scale=2.827, q_lora_rank=1536, **KIMI
     ),
 }
 
@@ -373,7 +314,7 @@ DEEPSEEK_V3 = replace(
     name="deepseek_v3",
     flavors=FLAVORS,
     flavor_hints=FLAVOR_HINTS,
-    build=DeepSeekV3,
+    build=partial(Llama, attention=DeepSeekAttention),
     tp_plan=TP_PLAN,
     init_roles={"*norm.weight": "ones", "*": "normal"},
     parameter_roles=PARAMETER_ROLES,

@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
-from titanlite.kernels.attention import KeyValueCache
-from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import LOCAL_ROPE_THETA, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import (
@@ -87,14 +85,8 @@ class Gemma3Block(nn.Module):
         self.ffn_norm, self.ffn_out_norm = norm(), norm()
         self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim, gelu_tanh)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: CosSin,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), rope, documents, cache)
+    def forward(self, x: Tensor, rope: CosSin, *context: Any) -> Tensor:
+        attended = self.attention(self.attention_norm(x), rope, *context)
         x = x + self.attention_out_norm(attended)
         return x + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x)))
 
@@ -154,6 +146,7 @@ HUGGING_FACE = HuggingFaceMapping(
 
 # --- the family -----------------------------------------------------------------------------------
 
+LARGE: dict[str, Any] = {"vocab_size": 262_208, "rope_scaling_factor": 8.0}
 FLAVORS = {
     "debugmodel": Gemma3Sizes(
         256, 6, 4, 2, 768, vocab_size=2048, head_dim=64, score_dim=64, window=64
@@ -162,19 +155,9 @@ FLAVORS = {
     # https://huggingface.co/google/gemma-3-1b-pt; the text part of the larger ones
     "270M": Gemma3Sizes(640, 18, 4, 1, 2048, window=512),
     "1B": Gemma3Sizes(1152, 26, 4, 1, 6912, window=512),
-    "4B": Gemma3Sizes(2560, 34, 8, 4, 10_240, vocab_size=262_208, rope_scaling_factor=8.0),
-    "12B": Gemma3Sizes(3840, 48, 16, 8, 15_360, vocab_size=262_208, rope_scaling_factor=8.0),
-    "27B": Gemma3Sizes(
-        5376,
-        62,
-        32,
-        16,
-        21_504,
-        vocab_size=262_208,
-        head_dim=128,
-        score_dim=168,
-        rope_scaling_factor=8.0,
-    ),
+    "4B": Gemma3Sizes(2560, 34, 8, 4, 10_240, **LARGE),
+    "12B": Gemma3Sizes(3840, 48, 16, 8, 15_360, **LARGE),
+    "27B": Gemma3Sizes(5376, 62, 32, 16, 21_504, head_dim=128, score_dim=168, **LARGE),
 }
 
 TP_PLAN = {

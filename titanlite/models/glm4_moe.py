@@ -94,17 +94,7 @@ FLAVORS = {
     # https://huggingface.co/zai-org/GLM-4.5-Air-Base and GLM-4.5-Base
     "Air-106B": Glm4MoESizes(4096, 46, 96, 8, 10_944, 128, 8, 1408),
     "355B": Glm4MoESizes(
-        5120,
-        92,
-        96,
-        8,
-        12_288,
-        160,
-        8,
-        1536,
-        n_dense_layers=3,
-        route_scale=2.5,
-        qk_norm=True,
+        5120, 92, 96, 8, 12_288, 160, 8, 1536, n_dense_layers=3, route_scale=2.5, qk_norm=True
     ),
 }
 

@@ -13,12 +13,10 @@ from typing import Annotated, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.kernels.attention import CausalAttention, KeyValueCache
-from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import HuggingFaceMapping, StoredPart
 from titanlite.models.decoder import Decoder, PositionEmbedding
-from titanlite.models.llama import LLAMA3
+from titanlite.models.llama import LLAMA3, Attention, TransformerBlock
 from titanlite.settings import Range
 
 
@@ -35,6 +33,8 @@ class GPT2Sizes:
     norm_eps: size.NormEps = 1e-5
     tied_embeddings: size.TiedEmbeddings = True
 
+    qkv_bias, qk_norm = True, False
+
     @property
     def n_kv_heads(self) -> int:
         """Key-value heads: as many as query heads."""
@@ -45,31 +45,16 @@ class GPT2Sizes:
         """Elements per head."""
         return self.dim // self.n_heads
 
+    def window_of(self, block: int) -> int:
+        return 0
 
-class GPT2Attention(nn.Module):
-    """Causal attention, all of whose linear layers have biases."""
+
+class GPT2Attention(Attention):
+    """Llama's attention, all of whose linear layers have biases."""
 
     def __init__(self, sizes: GPT2Sizes):
-        super().__init__()
-        self.head_width = sizes.head_width
-        self.wq = nn.Linear(sizes.dim, sizes.dim)
-        self.wk = nn.Linear(sizes.dim, sizes.dim)
-        self.wv = nn.Linear(sizes.dim, sizes.dim)
+        super().__init__(sizes, 0)
         self.wo = nn.Linear(sizes.dim, sizes.dim)
-        self.attend = CausalAttention()
-
-    def forward(
-        self,
-        x: Tensor,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
-        q, k, v = (  # [B, T, H*K] -> [B, H, T, K]
-            layer(x).unflatten(-1, heads).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
-        )
-        out = self.attend(q, k, v, documents, cache)
-        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
 
 
 class GPT2FeedForward(nn.Module):
@@ -84,25 +69,14 @@ class GPT2FeedForward(nn.Module):
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(TransformerBlock):
     """Attention and feed-forward, each behind a LayerNorm and added to the residual stream."""
 
     def __init__(self, sizes: GPT2Sizes):
-        super().__init__()
+        super().__init__(sizes, GPT2Attention(sizes))
         self.attention_norm = nn.LayerNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = GPT2Attention(sizes)
         self.ffn_norm = nn.LayerNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = GPT2FeedForward(sizes)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: None = None,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), documents, cache)
-        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class GPT2(Decoder):

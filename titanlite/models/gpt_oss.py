@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from titanlite.kernels.attention import CausalAttention
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, HuggingFaceMapping, StoredPart, rope_table
-from titanlite.models.decoder import Decoder
-from titanlite.models.llama import LLAMA3, Attention, TransformerBlock
+from titanlite.models.llama import LLAMA3, Attention, Llama
 from titanlite.models.llama import NAMES as LLAMA_NAMES
 from titanlite.models.mixtral import MIXTRAL, MixtralSizes, hugging_face_balancing
 from titanlite.models.moe import SWIGLU_ALPHA, SWIGLU_LIMIT
@@ -56,16 +56,6 @@ class GptOssAttention(Attention):
         super().__init__(sizes, block)
         self.wo = nn.Linear(sizes.n_heads * self.head_width, sizes.dim)
         self.attend = CausalAttention(window=sizes.window_of(block), sinks=sizes.n_heads)
-
-
-class GptOss(Decoder):
-    """The transformer of gpt-oss."""
-
-    def __init__(self, sizes: GptOssSizes):
-        def build_block(index: int) -> nn.Module:
-            return TransformerBlock(sizes, GptOssAttention(sizes, index), sizes.experts)
-
-        super().__init__(sizes, build_block, sizes.rotary_of)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -199,7 +189,7 @@ GPT_OSS = replace(
     MIXTRAL,
     name="gpt_oss",
     flavors=FLAVORS,
-    build=GptOss,
+    build=partial(Llama, attention=GptOssAttention),
     tp_plan={**LLAMA3.tp_plan, "layers.*.attention.attend.sinks": "per_head"},
     init_roles={"*.sinks.weight": "zeros", "*.experts.b?": "zeros", **LLAMA3.init_roles},
     parameter_roles={"*.sinks.weight": "gain", "*.experts.b?": "gain", **LLAMA3.parameter_roles},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any
 
@@ -87,7 +87,7 @@ class Attention(nn.Module):
     Optional: biases of queries, keys and values, and an RMSNorm of each query and key head.
     """
 
-    def __init__(self, sizes: LlamaSizes, block: int):
+    def __init__(self, sizes: Any, block: int):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
@@ -127,39 +127,34 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after an RMSNorm and added to the residual stream.
 
-    With `experts`, the feed-forward layer is a mixture of them.
+    With `experts`, the feed-forward layer is a mixture of them. `context` of this and other blocks:
+    the documents and the cache of `Attention.forward`.
     """
 
     def __init__(self, sizes: ModelSizes, attention: nn.Module, experts: ExpertSizes | None = None):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.attention_norm: nn.Module = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
+        self.ffn_norm: nn.Module = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.has_experts = experts is not None
         if experts is None:
-            self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
+            self.feed_forward: nn.Module = FeedForward(sizes.dim, sizes.hidden_dim)
         else:
             self.moe = MixtureOfExperts(sizes.dim, experts)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: CosSin | None,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
+    def forward(self, x: Tensor, rope: CosSin | None, *context: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, *context)
         feed_forward = self.moe if self.has_experts else self.feed_forward
         return x + feed_forward(self.ffn_norm(x))
 
 
 class Llama(Decoder):
-    """The transformer of Llama, and of the families that only have other sizes of these blocks."""
+    """The transformer of Llama, and of families with other sizes or attention in these blocks."""
 
-    def __init__(self, sizes: Any):  # LlamaSizes, with what a family adds
+    def __init__(self, sizes: Any, attention: Callable[[Any, int], nn.Module] = Attention):
         def build_block(index: int) -> nn.Module:
             experts = sizes.experts if index >= sizes.n_dense_layers else None
-            return TransformerBlock(sizes, Attention(sizes, index), experts)
+            return TransformerBlock(sizes, attention(sizes, index), experts)
 
         super().__init__(sizes, build_block, sizes.rotary_of)
 

@@ -4,11 +4,10 @@ and norms of the queries and of the keys of all heads together."""
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
-from titanlite.kernels.attention import KeyValueCache
-from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import COMMON_DEFAULTS, SAME_AS_LLAMA, HuggingFaceMapping
 from titanlite.models.decoder import CosSin, Decoder, FeedForward
@@ -53,14 +52,8 @@ class Olmo2Block(nn.Module):
         self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: CosSin | None,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention_norm(self.attention(x, rope, documents, cache))
+    def forward(self, x: Tensor, rope: CosSin | None, *context: Any) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, rope, *context))
         return x + self.ffn_norm(self.feed_forward(x))
 
 

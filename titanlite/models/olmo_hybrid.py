@@ -9,8 +9,6 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from titanlite.kernels.delta_rule import DeltaCache
-from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import sizes as size
 from titanlite.models.config_json import (
     COMMON_DEFAULTS,
@@ -70,14 +68,8 @@ class LinearBlock(nn.Module):
         self.middle_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: CosSin | None,
-        documents: DocumentIndex | None = None,
-        cache: DeltaCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, documents, cache)
+    def forward(self, x: Tensor, rope: CosSin | None, *context: Any) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, *context)
         return x + self.feed_forward(self.middle_norm(x))
 
 

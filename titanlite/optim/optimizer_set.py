@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
 from titanlite.optim.clip import shard_norms
-from titanlite.optim.conditional import (
-    ConditionalOptimizer,
-    OverlappingOptimizer,
-    ScalingOptimizer,
-)
+from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer, ScalingOptimizer
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule, StepSpan
 
 

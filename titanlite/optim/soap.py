@@ -40,11 +40,7 @@ class SOAPKeys(AdamRuleKeys):
             "precondition_frequency": self.precondition_frequency,
         }
         return OptimizerRecipe(
-            SOAP,
-            options,
-            state_bytes=_soap_state_bytes,
-            owner_flops=_soap_flops,
-            hidden_only=True,
+            SOAP, options, state_bytes=_soap_state_bytes, owner_flops=_soap_flops, hidden_only=True
         )
 
 

@@ -104,11 +104,7 @@ def _convolve_over_ranks(
     return parts.join(convolution.convolve(own, before, starts))
 
 
-def _apply_delta_rule_over_ranks(
-    module: nn.Module,
-    parts: SequenceParts,
-    *inputs: Any,
-) -> Tensor:
+def _apply_delta_rule_over_ranks(module: nn.Module, parts: SequenceParts, *inputs: Any) -> Tensor:
     """`DeltaRule.forward`, whose arguments are `inputs`, over the tokens of all ranks."""
     q, k, v, log_decay, beta, documents, cache = inputs
     assert cache is None, "generation runs on one process"

@@ -206,10 +206,7 @@ def _assign_stages_by_csv(config: ParallelismConfig, sizes: ModelSizes) -> _Stag
 
 
 def _check_schedule(
-    config: ParallelismConfig,
-    assignment: _StageAssignment,
-    local_batch: int,
-    splits_backward: bool,
+    config: ParallelismConfig, assignment: _StageAssignment, local_batch: int, splits_backward: bool
 ) -> Iterator[ConfigError]:
     """Reject micro-batches, an FSDP setting or a torch that the schedule does not work with."""
     ranks, size = config.pipeline_parallel_degree, config.pipeline_parallel_microbatch_size

@@ -31,8 +31,7 @@ from titanlite.distributed.collectives import (
     all_reduce_sum,
     local_shard,
 )
-from titanlite.kernels.attention import AttentionSinks
-from titanlite.kernels.delta_rule import DecayGate, ShortConvolution
+from titanlite.kernels.attention import ParametersOfHeads
 from titanlite.models import OutputLayer, Vocabulary
 from titanlite.models.decoder import PositionEmbedding, ZeroCentredNorm, look_up
 from titanlite.models.loss import select_label_logit
@@ -196,7 +195,7 @@ class PerHead(ParallelStyle):
     """A module whose parameters have rows for each head; a rank has those of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, AttentionSinks | DecayGate | ShortConvolution)
+        assert isinstance(module, ParametersOfHeads)
         distribute_parameters(module, device_mesh, Shard(0))
         module.use_local(local_shard)
         return module

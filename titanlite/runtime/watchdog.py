@@ -31,11 +31,7 @@ from titanlite.distributed.rank_tree import RankTree
 from titanlite.distributed.rendezvous import connect_to_store, explaining_failed_connections
 from titanlite.distributed.time_limit import TimeLimit, exit_after
 from titanlite.errors import EXIT_RANK_LOST, RankLostError, UserError
-from titanlite.runtime.diagnosis import (
-    DISK_PHASES,
-    LOST_ANOTHER,
-    PeerDiagnosis,
-)
+from titanlite.runtime.diagnosis import DISK_PHASES, LOST_ANOTHER, PeerDiagnosis
 from titanlite.runtime.heartbeat import (
     SILENT_FRACTION,
     HeartbeatExchange,

@@ -161,10 +161,7 @@ ValidationResults = dict[tuple[str, str], ValidationResult]
 
 
 def run_validation(
-    validate_all: Callable[[int], ValidationResults],
-    sinks: MetricSinks,
-    freq: int,
-    last_step: int,
+    validate_all: Callable[[int], ValidationResults], sinks: MetricSinks, freq: int, last_step: int
 ) -> PeriodicAction:
     """Validate every `freq` steps and after the last step.
 
@@ -200,16 +197,12 @@ def run_validation(
 def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:
     """Log the result of an asynchronous save as soon as every rank has written its part."""
     return PeriodicAction(
-        "save",
-        lambda info: not info.is_saving,
-        lambda info: finish_save(checkpointer, sinks),
+        "save", lambda info: not info.is_saving, lambda info: finish_save(checkpointer, sinks)
     )
 
 
 def save_checkpoints(
-    state: TrainState,
-    checkpointer: Checkpointer,
-    sinks: MetricSinks,
+    state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
 ) -> PeriodicAction:
     """Save when the checkpointer is due, and before the run ends."""
 

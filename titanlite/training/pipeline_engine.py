@@ -13,12 +13,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize import ShardedModel
 from titanlite.parallelize.fsdp import GradientSums
-from titanlite.parallelize.pipeline import (
-    EvalStage,
-    RankSchedule,
-    TrainStage,
-    build_rank_schedule,
-)
+from titanlite.parallelize.pipeline import EvalStage, RankSchedule, TrainStage, build_rank_schedule
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.training.batch import Batch, TokenSelector
 from titanlite.training.spmd_engine import SetPhase, ignore_phase, loss_terms, reshard
@@ -94,11 +89,7 @@ class PipelineEngine:
             copy.update()
 
     def _run(
-        self,
-        stage_class: type[TrainStage],
-        plan: PipelinePlan,
-        batch: Batch,
-        reduce: bool,
+        self, stage_class: type[TrainStage], plan: PipelinePlan, batch: Batch, reduce: bool
     ) -> Tensor:
         """Run the schedule once; return the loss terms on the last stage, zeros elsewhere."""
         inputs, labels = batch.inputs, batch.labels
