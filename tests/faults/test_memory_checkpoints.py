@@ -82,24 +82,20 @@ def whole(folder, run_toml) -> Path:
 
 def test_a_run_that_loses_hosts_has_the_losses_of_an_undisturbed_run(run_toml, whole, tmp_path):
     out, memory = tmp_path / "out", tmp_path / "memory"
-    with start(run_toml, out, "abcd") as run:
+    with start(run_toml, out, "ab") as run:
         saved = kill_after_step(run, out, 3)
-    for lost in "bd":
-        shutil.rmtree(memory / lost)
-    with start(run_toml, out, "ca", "--parallelism.tensor_parallel_degree", "2") as run:
-        later = kill_after_step(run, out, saved + 3)
-    shutil.rmtree(memory / "a")
-    pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
-    with start(run_toml, out, "ec", *pipeline, "--checkpoint.interval", "2") as run:
+    shutil.rmtree(memory / "b")
+    tensor = ("--parallelism.tensor_parallel_degree", "2", "--checkpoint.interval", "4")
+    with start(run_toml, out, "ca", *tensor) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
         run.signal(0, signal.SIGKILL)
         run.wait()
     shutil.rmtree(memory)  # of both hosts
     with start(run_toml, out, "a-") as run:  # one host has no memory folder
         assert run.wait() == [0, 0], run.output
-    first, second, third = events_of(out, "resumed")
-    assert (first["source"], second["source"], third["source"]) == ("memory", "memory", "disk")
-    assert first["step"] >= saved and second["step"] >= later
+    first, second = events_of(out, "resumed")
+    assert (first["source"], second["source"]) == ("memory", "disk")
+    assert first["step"] >= saved and second["step"] % 4 == 0
     assert "missing: No such file" in events_of(out, "memory_checkpoint_failed")[0]["reason"]
     assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
 
