@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,11 +17,16 @@ from titanlite.kernels.flash import window_mask
 from titanlite.models.config_json import join_parts
 from titanlite.storage import StorageFolder
 
-transformers = pytest.importorskip("transformers")
+# importorskip would import it in each worker of the suite
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 
 def their_model(**changes):
     """A small model of transformers with so large weights that the experts' clamps act."""
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.GptOssConfig(**{**OSS, "sliding_window": 9, **changes})
     model = transformers.GptOssForCausalLM(config).eval()
@@ -109,6 +115,8 @@ def test_experts_in_mxfp4_are_read_and_exported_without_it(tmp_path, caplog):
     folder = export(tmp_path / "out", source.spec, ours, dtype=torch.bfloat16)
     config = json.loads(folder.read("config.json"))
     assert "quantization_config" not in config and config["torch_dtype"] == "bfloat16"
+    import transformers
+
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for name, parameter in again.named_parameters():
         if name in values:

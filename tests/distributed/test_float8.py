@@ -18,7 +18,6 @@ from statistics import median
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.prototype.moe_training.mxfp8_linear import KernelPreference, MXFP8Linear
 
 from conftest import ROOT
 from tests.checkpoint.saving import load, open_checkpointer, save_and_wait
@@ -108,6 +107,8 @@ def one_process(recipe: Recipe, float8: Float8Config, microbatch: int) -> Record
         return not excluded and not any(part in name for part in float8.filter_fqns)
 
     if float8.recipe_name == "mxfp8":
+        from torchao.prototype.moe_training.mxfp8_linear import KernelPreference, MXFP8Linear
+
         for name, layer in list(model.named_modules()):
             if isinstance(layer, torch.nn.Linear) and is_float8(layer, name):
                 emulated = MXFP8Linear(1, 1, False, kernel_preference=KernelPreference.EMULATED)

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.distributed.collectives import local_shard
@@ -192,6 +190,10 @@ def test_mxfp8_rounds_gradients_by_a_few_percent():
 
 def test_a_matrix_of_tokens_is_what_torchao_gets():
     """Otherwise a compiled backward computes the maximum of each layer's input again."""
+    # here, because each worker of the suite imports all tests, and these take seconds
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     model = nn.Sequential(nn.Linear(64, 32, bias=False))
     convert_to_float8(model, Float8Config(recipe_name="tensorwise", emulate=True))
     maxima = []

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,10 @@ from titanlite_corpus.tests.test_recipe import (  # noqa: F401  # fixtures
     write_recipe,
 )
 
-pytestmark = pytest.mark.slow
-
-pytest.importorskip("distributed")
+pytestmark = [
+    pytest.mark.slow,  # importorskip would import it in each worker of the suite
+    pytest.mark.skipif(find_spec("distributed") is None, reason="distributed is not installed"),
+]
 ROOT = Path(__file__).parents[3]
 SETTINGS = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "1", "OMP_NUM_THREADS": "1"}
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from tests.parallelize.test_schedule import as_csv
 from titanlite.distributed.mesh import build_mesh
@@ -248,6 +246,10 @@ def count_saved_bytes(job) -> int:
 
     The compiler's partitioner decides, on a CPU as for a GPU; nothing is generated.
     """
+    # here, because each worker of the suite imports all tests, and these take a second
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     forwards = []
 
     def keep(graph, inputs):
