@@ -170,7 +170,7 @@ def test_a_roll_back_ends_in_the_bits_of_a_new_process_with_the_same_windows(
 
 
 def test_a_roll_back_is_the_same_under_another_layout(rolled_back, run_toml, tmp_path):
-    argv = ("--parallelism.tensor_parallel_degree", "2")
+    argv = ("--training.local_batch_size", str(BATCH // 2))  # FSDP on two ranks
     with launch(run_toml, tmp_path / "out", *argv, prepare=partial(inject, POISON), ranks=2) as run:
         assert run.wait(SECONDS) == [0, 0], run.output
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(rolled_back), rel=1e-5)
