@@ -32,6 +32,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "straggler": "#6d597a",
     "resumed": "#2f6fb2",
     "loaded": "#2f6fb2",
+    "returned": "#3c8d5a",
     "settings_changed": "#c48a00",
     "stopped": "#7a7f87",
 }
