@@ -224,10 +224,11 @@ NEEDS_BF16 = pytest.mark.skipif(not cpu_has_bf16_units(), reason="the CPU has no
 def test_a_dry_run_equals_a_real_run(name):
     of_name = {
         "FSDP 3, uneven": (3, {**LAYOUTS["FSDP 3, uneven"][1], **SHORT}),
-        # two chunks of the delta rule in each sequence
+        # four chunks of the delta rule in each sequence; with fewer tokens, most of the peak is at
+        # rest, and a fault of the activations would be less than the tolerance
         "linear attention": (
             2,
-            {**LINEAR, **FP32, "training.seq_len": 128, "training.local_batch_size": 2},
+            {**LINEAR, **FP32, "training.seq_len": 256, "training.local_batch_size": 4},
         ),
         "PP 2": (2, {**PIPELINE, **TIED}),
         "tied, chunks": (2, {**TIED, **SHORT, "model.vocab_size": 8000, "loss.chunk_tokens": 64}),
