@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -9,12 +10,14 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.recipes import UNPLANNED
+from conftest import ROOT
+from tests.checkpoint.test_families import CASES
+from tests.distributed.recipes import CHANGES, UNPLANNED
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.documents import index_documents
 from titanlite.kernels.flash import window_mask
-from titanlite.models import FAMILIES
+from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.models.decoder import build_caches
 from titanlite.optim import MatrixFacts, OptimizerConfig
 from titanlite.optim.recipe import matches_any
@@ -54,6 +57,7 @@ PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or
 }
 
 
+COMPARED = {case.split()[0] for case in CASES}  # with transformers
 PREDICTING = [f for f in FAMILIES.values() if "mtp_layers" in smallest(f).__dataclass_fields__]
 
 
@@ -78,12 +82,33 @@ def test_count_parameters_matches_the_module_and_the_published_sizes(name):
             assert round(billions, digits) == published, (flavor, billions)
 
 
+def test_no_family_is_forgotten():
+    """Each is compared with transformers and with one process, and is on the pages."""
+    models, readme = (
+        (ROOT / page).read_text("utf-8") for page in ("docs/reference/models.md", "README.md")
+    )
+    listed = re.sub(r"[^a-z0-9]", "", readme.lower())
+    lacks: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        has = {
+            "a case of test_families.py, or of test_huggingface.py": name in {*COMPARED, "llama3"},
+            # all others train Llama 3, whose module Llama 2 is
+            "a row of the oracle": name in CHANGES or type(smallest(family)) is Llama3Sizes,
+            "a debug flavor": {"debugmodel", "tiny"} & family.flavors.keys(),
+            "a row of docs/reference/models.md": f"\n| `{name}` |" in models,
+            "a name in README.md": name.removesuffix("_moe").replace("_", "") in listed,
+        }
+        if missing := [what for what, found in has.items() if not found]:
+            lacks[name] = missing
+    assert not lacks
+
+
 @pytest.mark.parametrize("family", PREDICTING, ids=lambda f: f.name)
 def test_multi_token_prediction_counts_as_a_block_with_a_projection_and_an_output(family):
     *_, sizes = family.flavors.values()
     assert not any(flavor.mtp_layers for flavor in family.flavors.values())
     further, deeper = replace(sizes, mtp_layers=1), replace(sizes, n_layers=sizes.n_layers + 1)
-    if family.name == "qwen3_next":  # whose last block is not of the same kind
+    if family.name in UNPLANNED:  # whose last block is not of the same kind
         sizes, deeper = (replace(s, full_attention_every=1) for s in (sizes, deeper))
         further = replace(further, full_attention_every=1)
     joined = 2 * sizes.dim**2
