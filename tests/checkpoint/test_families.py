@@ -353,6 +353,7 @@ PREDICTION_NAMES = {  # family -> what the names of the published tensors begin 
     "deepseek_v3": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "glm4_moe": ("model.layers.2.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+    "qwen3_5": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
 }
 
 
@@ -370,8 +371,9 @@ def test_multi_token_prediction_is_exported_and_read_again_bit_by_bit(tmp_path, 
     stored = load_file(file)
     inner = prefix if prefix != "mtp." else "mtp.layers.0."
     names = {name for name in stored if name.startswith(prefix)}
+    gate = "mlp.gate_proj" if case == "qwen3_5" else "mlp.gate"  # no experts
     assert names >= {
-        f"{inner}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj", "mlp.gate")
+        f"{inner}{name}.weight" for name in ("input_layernorm", "self_attn.o_proj", gate)
     }
     block = model.layers["2"]
     for name, module in zip(

@@ -1,9 +1,10 @@
 """Qwen3.5 (https://huggingface.co/Qwen/Qwen3.5-35B-A3B), text only: Qwen3-Next's blocks with
 separate projections of linear attention, dense or with experts.
 
-Published folders also have a vision encoder and a block for multi-token prediction, which are not
-read. Their RoPE has sections for the three coordinates of an image; text has the same position in
-all of them, which is RoPE without sections.
+Published folders also have a vision encoder, which is not read, and a block for multi-token
+prediction, which dense models can read. Its names, and the order of its inputs, are those that
+vLLM's qwen3_5_mtp.py reads; transformers does not. Their RoPE has sections for the three
+coordinates of an image; text has the same position in all of them, which is RoPE without sections.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from titanlite.models import sizes as size
 from titanlite.models.config_json import SAME_AS_LLAMA, StoredPart
 from titanlite.models.mixtral import hugging_face_balancing
+from titanlite.models.mtp import OnePredictionLayer, with_prediction_names
 from titanlite.models.qwen3_next import (
     DEBUG,
     DEBUG_EXPERTS,
+    MTP_NAMES,
     QWEN3_NEXT,
     DeltaNet,
     HybridSizes,
@@ -38,6 +41,7 @@ class Qwen35Sizes(HybridSizes):
     hidden_dim: size.HiddenDim
     _: KW_ONLY
     vocab_size: size.VocabSize = 248_320
+    mtp_layers: OnePredictionLayer = 0  # published: 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ NAMES = {
     f"layers.*.attention.{ours}.weight": f"model.layers.*.linear_attn.{theirs}.weight"
     for ours, theirs in PROJECTIONS.items()
 }
+ALL_NAMES = {**NEXT_NAMES, **NAMES}
 NEXT = QWEN3_NEXT.hugging_face
 
 HUGGING_FACE = replace(
@@ -99,7 +104,7 @@ HUGGING_FACE = replace(
     model_type="qwen3_5_text",
     multimodal="Qwen3_5ForConditionalGeneration",
     sizes=Qwen35Sizes,
-    names={**NEXT_NAMES, **NAMES},
+    names=with_prediction_names(ALL_NAMES, "mtp.layers.0.", MTP_NAMES),
     parts={**NEXT.parts, **{name: StoredPart(index=i) for i, name in enumerate(NAMES)}},
     derived=["mtp.*", "model.visual.*"],
     fixed={
@@ -117,6 +122,7 @@ MOE_HUGGING_FACE = replace(
     model_type="qwen3_5_moe_text",
     multimodal="Qwen3_5MoeForConditionalGeneration",
     sizes=Qwen35MoESizes,
+    names=ALL_NAMES,  # without mtp.*, whose experts are stacked in some folders only
     stacked={  # as published
         "layers.*.moe.experts.w1": "model.layers.*.mlp.experts.gate_up_proj",
         "layers.*.moe.experts.w3": "model.layers.*.mlp.experts.gate_up_proj",
