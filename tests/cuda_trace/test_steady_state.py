@@ -178,10 +178,15 @@ def test_collectives_have_the_configured_dtypes(worker, name):
 
 
 def test_a_layer_of_experts_waits_once_for_the_numbers_of_rows(worker):
-    """And not again when it is recomputed; gpt-oss has biases and sinks as well."""
+    """And not again when it is recomputed; gpt-oss has biases and sinks as well.
+
+    With idle sequences: this rank has two of its own among three.
+    """
     experts = "model.name=gpt_oss model.n_layers=2 model.expert_hidden_dim=64 model.n_experts=8"
     experts += " model.n_active_experts=2 parallelism.expert_parallel_degree=4"
-    step = worker.trace(f"{experts} activation_checkpoint.mode=full", ranks=4)
+    idle = "elastic.enable=true training.global_batch_size=5 training.local_batch_size=3"
+    settings = f"{experts} {idle} {COMPILE} experts.aux_loss_coef=0.01"
+    step = worker.trace(f"{settings} activation_checkpoint.mode=full", ranks=4)
     assert_host_runs_ahead(step, ("forward: blocking copy to the host",) * 2)
     assert step["collectives"]["alltoall_base_"] == ["bfloat16", "int64"]  # rows, numbers of rows
 

@@ -205,16 +205,16 @@ FAULTS = {
         lambda original, tokens, batch: original(
             tokens, replace(batch, labels=batch.labels.roll(-1, 1))
         ),
-        "further tokens",
-        "shard=2,expert=2,accumulate=3",
+        "ragged, further tokens",
+        "shard=2,expert=2",
         "depths",
     ),
     "a depth is divided by the labels of its micro-batch": PlantedFault(
         loss,
         "scale_depth_",
         _divide_depth,
-        "further tokens",
-        "shard=2,expert=2,accumulate=3",
+        "ragged, further tokens",
+        "shard=2,expert=2",
         "gradients of step 0",
     ),
     "the gradient of the copied embedding is dropped": PlantedFault(
@@ -266,7 +266,7 @@ FAULTS = {
         "gradients of step 0",
     ),
     "attention crosses the end of a document": PlantedFault(
-        TokenSelector, "prepare", _ignore_documents, "documents", "shard=2,accumulate=3", "loss"
+        TokenSelector, "prepare", _ignore_documents, "documents", "tensor=2,recompute=full", "loss"
     ),
     "the blocks have no effect": PlantedFault(
         TransformerBlock,

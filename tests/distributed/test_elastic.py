@@ -49,7 +49,7 @@ def test_a_run_on_4_then_3_then_4_ranks_matches_one_process(run_toml, corpus, tm
 
 def spared(folder, run_toml, *argv) -> tuple[str, ...]:
     """Arguments of a run whose fifth rank is a spare."""
-    own = ("--training.steps=40", "--validation.enable=false", "--training.local_batch_size=1")
+    own = ("--training.steps=12", "--validation.enable=false", "--training.local_batch_size=1")
     tensor = ("--elastic.enable=true", "--parallelism.tensor_parallel_degree=2")
     return ("--job.config_file", str(run_toml), f"--job.dump_folder={folder}", *own, *tensor, *argv)
 

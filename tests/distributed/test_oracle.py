@@ -101,6 +101,7 @@ RECIPES = {
     "ragged": replace(SGD, batch=9, documents=True),
     "ragged, balancing": replace(SIGMOID, batch=9, steps=2),
     "ragged, further tokens": replace(FURTHER_TOKENS, batch=9),
+    **{f"batch of {n}": replace(SIGMOID, batch=n, seq_len=18, steps=2) for n in (7, 24)},
     # What the second step depends on is the same in all families, but for these two.
     **{name: recipe_of(name, steps=1) for name in CHANGES},
     "qwen3_next": recipe_of("qwen3_next"),
@@ -327,6 +328,16 @@ shard=4,expert=4; shard=2,tensor=2,expert=2; replicate=2,shard=2,expert=2,accumu
 one
 shard=2,accumulate=3; tensor=2,expert=2; pipeline=2,microbatch=2
 replicate=2,shard=2,expert=2; tensor=2,context=2,expert=2,recompute=full
+
+# batch of 7 + batch of 24
+one
+shard=2
+shard=3
+shard=4
+shard=5
+shard=6
+shard=7
+shard=8
 
 # olmo2 + qwen2 + gemma3
 tensor=4

@@ -125,7 +125,8 @@ def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job 
             return None
         section = dataclasses.replace(section, **{field: value})
         config = dataclasses.replace(config, **{name: section})
-    return check_job(config, ranks)[0]
+    elastic = dataclasses.replace(config.elastic, layouts=[])  # the one of the job is in its keys
+    return check_job(dataclasses.replace(config, elastic=elastic), ranks)[0]
 
 
 def _as_toml(value: Any) -> str:

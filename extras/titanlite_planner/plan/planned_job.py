@@ -57,6 +57,7 @@ def planned_config(base: JobConfig, choice: LayoutChoice) -> JobConfig:
         validation=validation,
         optimizer=optimizer,
         parallelism=dataclasses.replace(base.parallelism, **_parallelism_keys(base, choice)),
+        elastic=dataclasses.replace(base.elastic, enable=False),  # the candidate has its own ranks
         activation_checkpoint=dataclasses.replace(
             base.activation_checkpoint, **_recompute_keys(choice)
         ),

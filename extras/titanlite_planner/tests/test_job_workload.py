@@ -24,6 +24,9 @@ def test_a_pipelined_job_counts_its_micro_batches_and_blocks():
     assert layout.global_batch == 32
     assert sum(layout.stage_blocks) == 6
     assert not layout.reshard_after_forward  # the default with pipeline parallelism
+    idle = ["--training.global_batch_size", "18", "--elastic.enable", "true"]
+    ragged = workload(*pipeline, *batch[:2], *idle, ranks=5).layout
+    assert (ragged.gpus, ragged.n_microbatches, ragged.runs) == (4, 16, 2)  # time of idle ones
 
 
 @pytest.mark.parametrize(
