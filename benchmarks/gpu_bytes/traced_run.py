@@ -13,6 +13,7 @@ from titanlite.distributed.process_group import RankContext
 from titanlite.job import open_run, read_job
 from titanlite.job.build import RunServices
 from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
+from titanlite.runtime.membership import Members
 from titanlite.training.loop import train
 from titanlite.training.state import Counters
 
@@ -41,6 +42,7 @@ def trace_run(trace: Trace, settings: list[str], ranks: int) -> dict[str, Any]:
             RankContext(0, ranks, DEVICE),
             watchdog,
             RunFolderLock(job.folder, [], lambda: state.step),
+            Members(()),
             state,
             deadline=None,
             memory_advice=[],

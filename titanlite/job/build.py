@@ -7,7 +7,6 @@ found, and the start recorded, which detects a crash loop, before the model is b
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,7 @@ from torch import nn
 
 from titanlite.checkpoint import Checkpointer
 from titanlite.data import SampleStream
-from titanlite.distributed.collectives import (
-    AsyncMax,
-    gather_from_all_ranks,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
+from titanlite.distributed.collectives import AsyncMax, run_on_all_ranks, run_on_rank_0
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import Mesh, build_mesh, connect_mesh
 from titanlite.distributed.process_group import RankContext, choose_device, join_process_group
@@ -62,7 +56,7 @@ from titanlite.runtime import (
     explain_out_of_memory,
     lock_run_folders,
 )
-from titanlite.runtime.membership import Members, refuse_flapping_hosts
+from titanlite.runtime.membership import Members, find_members
 from titanlite.training.engine import build_engine
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
@@ -116,11 +110,8 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
         watchdog.set_lost_after(job.config.elastic.silent_limit)
         announce_ranks(rank.rank)
         advice = advise_on_memory(job.config, device.type == "cuda")
-        hosts = gather_from_all_ranks(socket.gethostname())
-        if job.config.elastic.enable:
-            refuse_flapping_hosts(job.folder, hosts, job.config.job.max_crashes)
-        hosts = list(dict.fromkeys([*hosts, *run_on_rank_0(rank.spare_hosts)]))
-        members = Members(job.folder, hosts, began, reads=rank.rank == 0)
+        max_losses = job.config.job.max_crashes if job.config.elastic.enable else 0
+        members = find_members(job.folder, rank, began, max_losses)
         yield RunServices(rank, watchdog, lock, members, counters, deadline, advice)
 
 

@@ -162,7 +162,6 @@ def build_batches(
     """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
     the model is on a GPU."""
     pin = mesh.batch.device_type == "cuda"
-
     rank, ranks, windows = mesh.batch_rank, mesh.batch.size(), state.counters.windows
 
     def read(size: int, position: int, sequences: int) -> Batch:

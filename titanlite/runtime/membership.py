@@ -7,29 +7,31 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlite.distributed.collectives import run_on_rank_0
+from titanlite.distributed.collectives import gather_from_all_ranks, run_on_rank_0
+from titanlite.distributed.process_group import RankContext
 from titanlite.elastic.layouts import ElasticConfig
 from titanlite.errors import ConfigError, RendezvousError
 from titanlite.metrics.jsonl import METRICS_FILE, read_last_step
 from titanlite.runtime.lease import process_age
-from titanlite.runtime.start_log import FLAPPING_SECONDS, StartLog, count_losses
+from titanlite.runtime.start_log import FLAPPING_SECONDS, StartLog, StartRecord, count_losses
 
 
+@dataclass(frozen=True)
 class Members:
     """The hosts of this start, and what is known of the previous one; made before it is recorded.
 
     `before` and `last_step` (with its time) are None on other ranks than 0, and in a new run.
     """
 
-    def __init__(self, folder: Path, hosts: Sequence[str], began: float, reads: bool):
-        """`began`: time.monotonic() when this process had imported its modules."""
-        self.hosts, self.began, self.joined = hosts, began, time.monotonic()
-        starts = StartLog(folder).read() if reads else []
-        self.before = starts[-1] if starts else None
-        self.last_step = read_last_step(folder / METRICS_FILE) if reads else None
+    hosts: Sequence[str]
+    began: float = 0.0  # time.monotonic() when this process had imported its modules
+    before: StartRecord | None = None
+    last_step: tuple[int, float] | None = None
+    joined: float = field(default_factory=time.monotonic)
 
     def describe_return(self, resumed_at: int, opened: float) -> dict[str, Any]:
         """The fields of the event `returned`, or none; call it after the first step.
@@ -55,24 +57,31 @@ class Members:
         }
 
 
-def refuse_flapping_hosts(folder: Path, hosts: Sequence[str], limit: int) -> None:
-    """End the torchrun of each of `hosts` that was lost `limit` times in a day; 0: of none.
+def find_members(folder: Path, rank: RankContext, began: float, max_losses: int) -> Members:
+    """The hosts of this start, with those of spare ranks. Collective.
 
-    Collective. If there is one, every rank raises RendezvousError, and the others start without it.
+    Hosts that were lost `max_losses` times in a day are refused (0: none): their torchrun is ended,
+    and every rank raises RendezvousError, so that the others start without them.
     """
+    hosts = gather_from_all_ranks(socket.gethostname())
+    starts: list[StartRecord] = []
 
-    def find() -> list[str]:
-        losses = count_losses(StartLog(folder).read(), hosts, time.time())
-        return [host for host in hosts if limit and losses[host] >= limit]
+    def read() -> tuple[list[str], list[str]]:
+        starts.extend(StartLog(folder).read())
+        losses = count_losses(starts, hosts, time.time())
+        flapping = [host for host in {*hosts} if max_losses and losses[host] >= max_losses]
+        return sorted(flapping), rank.spare_hosts()
 
-    flapping = run_on_rank_0(find)
-    if not flapping or len(flapping) == len(hosts):
-        return
+    flapping, spares = run_on_rank_0(read)
+    if not flapping or {*flapping} == {*hosts}:
+        last_step = read_last_step(folder / METRICS_FILE) if rank.rank == 0 else None
+        before = starts[-1] if starts else None
+        return Members(list(dict.fromkeys([*hosts, *spares])), began, before, last_step)
     if socket.gethostname() in flapping and "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
     raise RendezvousError(
-        f"{', '.join(flapping)}: lost {limit} times in {FLAPPING_SECONDS / 3600:g} hours, so the"
-        " run goes on without it.",
+        f"{', '.join(flapping)}: lost {max_losses} times in {FLAPPING_SECONDS / 3600:g} hours, so"
+        " the run goes on without it.",
         fix="Repair or replace it; job.max_crashes is the number of losses that a host may have.",
     ).mark_on_all_ranks()
 
