@@ -7,16 +7,12 @@ from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint_confi
 from titanlite.checkpoint.convert import read_saved_facts, to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
-from titanlite.checkpoint.memory_save import BROKEN as MEMORY_BROKEN
-from titanlite.checkpoint.memory_save import WRITING as MEMORY_WRITING
 from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.checkpoint.saved_model import SavedModel, describe_saved_model, read_saved_model
 from titanlite.checkpoint.step_folders import list_steps, step_sort_key
 from titanlite.checkpoint.tensor_reader import read_tensors
 
 __all__ = [
-    "MEMORY_BROKEN",
-    "MEMORY_WRITING",
     "CheckpointConfig",
     "CheckpointManifest",
     "Checkpointer",

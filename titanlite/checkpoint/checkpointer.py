@@ -366,8 +366,8 @@ class Checkpointer:
         if found.memory is None or found.manifest is None:
             read_tensors(found.folder, state, self.group)
             return
-        if found.memory.published:
-            self.files[PUBLISHED_FILE] = found.memory.published.encode()
+        if published := found.memory.files[0].common["published"]:
+            self.files[PUBLISHED_FILE] = published.encode()
         reader = MemoryReader(found.memory, found.manifest)
         read_tensors(found.folder, state, self.group, reader=reader)
         reader.transfer()

@@ -84,11 +84,11 @@ def find_first_valid(
     refused: list[str] = []
     for step in steps:
         if isinstance(step, MemorySet):
-            refused += step.check()
-            if step.is_complete:
-                common = step.read_manifest()
-                place = StorageFolder(step.files[0].path).parent
-                return FoundCheckpoint(place, common, refused, memory=step), refused
+            manifest, problems = step.verify()
+            refused += problems
+            if manifest:
+                folder = StorageFolder(step.files[0].path).parent
+                return FoundCheckpoint(folder, manifest, refused, memory=step), refused
             continue
         folder = step_folders.of_step(step)
         manifest, problem = verify_on_all_ranks(folder, verify, group)

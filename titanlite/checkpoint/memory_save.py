@@ -21,10 +21,10 @@ from titanlite.checkpoint.memory_sets import (
     MESSAGE_BYTES,
     MemoryFile,
     MemorySet,
+    allocate_file,
     list_files,
     list_shards,
     open_host_folder,
-    open_private,
     write_file,
 )
 from titanlite.checkpoint.model_state import HostStaging, State
@@ -38,8 +38,6 @@ from titanlite.distributed.collectives import (
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import UserError
 from titanlite.log import logger
-
-IDLE, WRITING, BROKEN = 0, 1, 2  # states of a rank's saves; the largest of all ranks counts
 
 
 def plan_copies(hosts: Sequence[str], layouts: Sequence[str]) -> dict[int, int | None]:
@@ -92,26 +90,34 @@ class MemoryCheckpoints:
         self._layout, self._layouts = "", list[str]()  # of this rank; the distinct ones of all
         self._copies: dict[int, int | None] = {}
         self._save: SaveInProgress | None = None
-        self._broken = False
 
     @property
-    def state(self) -> int:
-        """IDLE, WRITING or BROKEN, of this rank. Not collective."""
-        if self._save and not self._save.done.is_set():
-            return WRITING
-        # gloo's groups do not recover from the error of one rank
-        self._broken = self._broken or bool(self._save and self._save.error)
-        return BROKEN if self._broken else IDLE
+    def writing(self) -> bool:
+        """Whether this rank cannot save. Not collective.
+
+        It stays so after an error of one rank, from which gloo's groups do not recover.
+        """
+        save = self._save
+        return save is not None and (not save.done.is_set() or save.error is not None)
+
+    @property
+    def reason(self) -> str:
+        """Why this rank is `writing`."""
+        if self._save and self._save.error:
+            return f"no more are saved in memory after an error: {self._save.error}"
+        return "the one before is still being written"
 
     def find(self) -> list[MemorySet]:
         """The sets that may be loaded, newest first, not checked yet."""
         history = self.folders.read_history()
-        files = list_files(self.folder, history, self.rank) if self.is_first else []
+        files = list_files(self.folder, history) if self.is_first else []
         sets: dict[int, list[MemoryFile]] = {}
-        for listed in gather_from_all_ranks(files or None, self.group):
-            for file in map(MemoryFile._make, listed or ()):
-                sets.setdefault(file.step, []).append(file)
-        return [MemorySet(sets[step], self.hosts, self.group) for step in sorted(sets)[::-1]]
+        for holder, listed in enumerate(gather_from_all_ranks(files or None, self.group)):
+            ranks = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[holder]]
+            for number, file in enumerate(map(MemoryFile._make, listed or ())):
+                server, here = ranks[number % len(ranks)], self.rank in ranks
+                sets.setdefault(file.step, []).append(file._replace(server=server, here=here))
+        return [MemorySet(sets[step], self.group) for step in sorted(sets)[::-1]]
 
     def begin(self, loaded: MemorySet | None = None) -> None:
         """Begin a new history, at a start or roll-back: of all sets, only `loaded` stays valid."""
@@ -129,7 +135,7 @@ class MemoryCheckpoints:
         """The save that ended since the last call. Not collective."""
         if wait and self._save:
             self._save.done.wait()  # each message has the timeout of the group
-        if self.state == WRITING:
+        if self.writing:
             return None
         save, self._save = self._save, None
         return save
@@ -137,7 +143,7 @@ class MemoryCheckpoints:
     def save(
         self, step: int, state: State, common: dict[str, Any], before_commit: Callable[[], None]
     ) -> None:
-        """Copy a state and start to write it, when no rank is WRITING.
+        """Copy a state and start to write it, when no rank is `writing`.
 
         `common`: what a manifest has, of rank 0. `before_commit` is called there, in the thread.
         """
@@ -176,7 +182,7 @@ class MemoryCheckpoints:
             except OSError as error:
                 problem = f"{self.folder}: {error.strerror}, writing {nbytes:,} bytes."
         self._agree(problem)
-        self._agree(self._exchange(step))
+        self._exchange(step)
         self.newest = (self.history, step)
 
     def _plan(self, layout: str, nbytes: int) -> None:
@@ -198,37 +204,35 @@ class MemoryCheckpoints:
             "memory checkpoints: %s, %d steps apart; %s", size, self.config.memory_interval, text
         )
 
-    def _exchange(self, step: int) -> str:
-        """Send this rank's file to another host, and receive those of others; returns a problem."""
+    def _exchange(self, step: int) -> None:
+        """Send this rank's file to another host, and receive those of others."""
+        own, copies, problem = torch.empty(0, dtype=torch.uint8), dict[int, Tensor](), ""
         receiver = self._copies.get(self.rank)
-        senders = [rank for rank, to in self._copies.items() if to == self.rank]
-
-        def swap(own: Tensor, others: dict[int, Tensor]) -> None:
-            works = [dist.irecv(t, group=self.group, group_src=r) for r, t in others.items()]
-            if receiver is not None and len(own):
-                works.append(dist.isend(own, group=self.group, group_dst=receiver))
-            for work in filter(None, works):
-                work.wait()
-
-        own, problem = torch.empty(0, dtype=torch.uint8), ""
         if receiver is not None:
             path = str(self._path(step, self.rank))
             own = torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
+
+        def swap(sent: Tensor, received: dict[int, Tensor]) -> None:
+            parts = [(part, r) for r, t in received.items() for part in t.split(MESSAGE_BYTES)]
+            works = [dist.irecv(part, group=self.group, group_src=r) for part, r in parts]
+            for part in sent.split(MESSAGE_BYTES) if receiver is not None else ():
+                works.append(dist.isend(part, group=self.group, group_dst=receiver))
+            for work in filter(None, works):
+                work.wait()
+
+        senders = [rank for rank, to in self._copies.items() if to == self.rank]
         sizes = {rank: torch.empty(1, dtype=torch.int64) for rank in senders}
         swap(torch.tensor([len(own)]), sizes)
-        for begin in range(0, max([len(own), *map(int, sizes.values())]), MESSAGE_BYTES):
-            left = {rank: min(int(size) - begin, MESSAGE_BYTES) for rank, size in sizes.items()}
-            parts = {r: torch.empty(n, dtype=torch.uint8) for r, n in left.items() if n > 0}
-            swap(own[begin : begin + MESSAGE_BYTES], parts)
-            try:
-                for rank, part in parts.items():
-                    with open(self._path(step, rank, ".part"), "ab", opener=open_private) as file:
-                        file.write(part.numpy().data)
-            except OSError as error:  # the transfers go on: the sender does not know
-                problem = f"{self.folder}: {error.strerror}, writing a copy for another host."
-        for rank in senders if not problem else ():
+        try:
+            for rank, size in sizes.items():
+                copies[rank] = allocate_file(self._path(step, rank, ".part"), int(size))
+        except OSError as error:
+            problem = f"{self.folder}: {error.strerror}, writing a copy for another host."
+        self._agree(problem)
+        swap(own, copies)
+        for rank in senders:
             self._path(step, rank, ".part").rename(self._path(step, rank))
-        return problem
+        self._agree("")  # the set is complete once all ranks are here
 
     def _path(self, step: int, rank: int, ending: str = ".bin") -> Path:
         return self.folder / f"{self.history}-{step}-{rank}{ending}"

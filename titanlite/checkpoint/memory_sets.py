@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,17 +58,19 @@ Shards = dict[str, list[Any]]
 
 
 class MemoryFile(NamedTuple):
-    """A file with the shards of one rank: its header, without what is common to the set."""
+    """A file with the shards of one rank: its header, and where it is."""
 
     history: str
     step: int
     layout: str  # hash of `shards`
     layouts: list[str]  # of all files that the set needs
+    common: dict[str, Any]  # what a manifest has, the same in each file of a set
     shards: Shards
     bytes: int  # of the shards; the header follows them
     hash: str  # of the shards
     path: str
-    holder: int  # a rank of the host that has it
+    server: int = 0  # the rank of its host that hashes and sends it
+    here: bool = False  # whether its host is that of this rank
 
 
 def open_host_folder(run: str) -> tuple[Path, str]:
@@ -115,6 +117,13 @@ def write_file(path: Path, tensors: Iterable[Tensor], header: dict[str, Any]) ->
     part.rename(path)
 
 
+def allocate_file(path: Path, size: int) -> Tensor:
+    """A new file of `size` bytes, mapped; raises OSError if the memory is full."""
+    with open(path, "wb", opener=open_private) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # else a write to the mapping could be a SIGBUS
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """Read the header of a file; raises OSError or ValueError."""
     status = path.lstat()
@@ -130,7 +139,7 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def list_files(folder: Path, history: list[Any], holder: int) -> list[MemoryFile]:
+def list_files(folder: Path, history: list[Any]) -> list[MemoryFile]:
     """The files on this host that `history` allows; not those whose header is not valid."""
     files = []
     for path in sorted(folder.glob("*.bin")):
@@ -138,20 +147,16 @@ def list_files(folder: Path, history: list[Any], holder: int) -> list[MemoryFile
             header = read_header(path)
             key = [header["history"], header["step"]]
             if key[0] == history[0] or key == history[1]:
-                del header["common"]
-                files.append(MemoryFile(**header, path=str(path), holder=holder))
+                files.append(MemoryFile(**header, path=str(path)))
     return files
 
 
 @dataclass
 class MemorySet:
-    """The files of one step on all hosts: the same list on all ranks."""
+    """The files of one step on all hosts: the same list on all ranks, but for `here`."""
 
     files: list[MemoryFile]
-    hosts: list[str]  # of all ranks
     group: dist.ProcessGroup
-    is_complete: bool = False  # after `check`
-    published: str = ""  # see huggingface.PUBLISHED_FILE; after `read_manifest`
     opened: dict[str, Tensor] = field(default_factory=dict)  # bytes of files, by path
 
     @property
@@ -159,63 +164,41 @@ class MemorySet:
         """Its history and step."""
         return self.files[0].history, self.files[0].step
 
-    def check(self) -> list[str]:
-        """Let the ranks of each host hash its files, and drop wrong ones; what is wrong. Collective
+    def verify(self) -> tuple[CheckpointManifest | None, list[str]]:
+        """(its manifest, which files were dropped because they are wrong), hashing all. Collective.
 
-        A set is still complete if another host has a good copy.
+        None if it is not complete: of each part, one good copy is enough.
         """
-        text = f"memory checkpoint of step {self.key[1]}"
-        needed, good = {layout for file in self.files for layout in file.layouts}, []
+        first, good = self.files[0], []
+        text = f"memory checkpoint of step {first.step}"
         for index, file in enumerate(self.files):
-            if self.server(index) == dist.get_rank():
+            if file.server == dist.get_rank():
                 with suppress(OSError, RuntimeError):
                     content = self.open(file).numpy().data
                     good += [index] if xxhash.xxh3_128_hexdigest(content) == file.hash else []
         self.opened.clear()
         indices = {index for listed in gather_from_all_ranks(good, self.group) for index in listed}
         problems = [
-            f"{text}: {file.path}, on the host of rank {file.holder}, is not what was written"
+            f"{text}: {file.path}, on the host of rank {file.server}, is not what was written"
             for index, file in enumerate(self.files)
             if index not in indices
         ]
+        needed = {layout for file in self.files for layout in file.layouts}
         valid = [self.files[index] for index in sorted(indices)]
-        lost = needed - {file.layout for file in valid}
-        self.is_complete = not lost
-        if lost:
-            return [*problems, f"{text}: {len(lost)} of {len(needed)} parts are lost"]
+        if lost := needed - {file.layout for file in valid}:
+            return None, [*problems, f"{text}: {len(lost)} of {len(needed)} parts are lost"]
         self.files = valid
-        return problems
-
-    def read_manifest(self) -> CheckpointManifest:
-        """The manifest of a complete set, from the header of its first file. Collective."""
-        common = None
-        if self.server(0) == dist.get_rank():
-            common = read_header(Path(self.files[0].path))["common"]
-        common = next(filter(None, gather_from_all_ranks(common, self.group)))
-        self.published = common.pop("published")
-        shards = {name: shard for file in self.files for name, shard in file.shards.items()}
         tensors = {
-            name: TensorRecord(shape, dtype, "") for name, (dtype, shape, *_) in shards.items()
+            name: TensorRecord(shape, dtype, "")
+            for file in valid
+            for name, (dtype, shape, *_) in file.shards.items()
         }
-        versions, step = software_versions(), self.key[1]
-        return CheckpointManifest(step, versions=versions, files={}, tensors=tensors, **common)
-
-    @cached_property
-    def ranks_of(self) -> dict[str, list[int]]:
-        """The ranks of each host."""
-        ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            ranks.setdefault(host, []).append(rank)
-        return ranks
-
-    def server(self, index: int) -> int:
-        """The rank that hashes and sends a file: the ranks of its host take turns."""
-        ranks = self.ranks_of[self.hosts[self.files[index].holder]]
-        return ranks[index % len(ranks)]
-
-    def is_here(self, index: int) -> bool:
-        """Whether this rank's host has a file."""
-        return self.hosts[self.files[index].holder] == self.hosts[dist.get_rank()]
+        about = {key: value for key, value in first.common.items() if key != "published"}
+        versions = software_versions()
+        manifest = CheckpointManifest(
+            first.step, **about, versions=versions, files={}, tensors=tensors
+        )
+        return manifest, problems
 
     def open(self, file: MemoryFile) -> Tensor:
         """The shards of a file on this host, mapped; raises OSError or RuntimeError."""
@@ -248,7 +231,7 @@ class MemoryReader(BaseStorageReader):
     def read_metadata(self) -> Metadata:
         files, rank = self.set.files, dist.get_rank()
         # of equal shards, one on this rank's host; else the ranks choose different hosts
-        order = [(not self.set.is_here(i), (i - rank) % len(files), i) for i in range(len(files))]
+        order = [(not file.here, (i - rank) % len(files), i) for i, file in enumerate(files)]
         for *_, index in sorted(order):
             for name, (dtype, _, offsets, sizes, begin) in files[index].shards.items():
                 length = DTYPE_OF_NAME[dtype].itemsize * math.prod(sizes)
@@ -275,16 +258,16 @@ class MemoryReader(BaseStorageReader):
 
         All ranks take the transfers in the same order, so no two wait for each other.
         """
-        rank, group = dist.get_rank(), self.set.group
+        rank, group, files = dist.get_rank(), self.set.group, self.set.files
         for want, target in self.parts:
-            if self.set.is_here(want[0]):
+            if files[want[0]].here:
                 target.copy_(self.set.read(want))
-        remote = [(want, target) for want, target in self.parts if not self.set.is_here(want[0])]
+        remote = [(want, target) for want, target in self.parts if not files[want[0]].here]
         wants = gather_from_all_ranks([want for want, _ in remote] or None, group)
         turns = [(turn, to) for to, listed in enumerate(wants) for turn in range(len(listed or ()))]
         for turn, to in sorted(turns):
             want = wants[to][turn]
-            server = self.set.server(want[0])
+            server = files[want[0]].server
             if server == rank:
                 part = self.set.read(want).contiguous()
                 dist.send(part.view(-1).view(torch.uint8), group=group, group_dst=to)

@@ -9,9 +9,8 @@ from titanlite.log import logger
 
 _LEVELS = {  # of events; others are logged as information
     **dict.fromkeys(("checkpoint_failed", "checkpoint_refused"), logging.ERROR),
-    **dict.fromkeys(("memory_checkpoint_failed", "memory_checkpoint_skipped"), logging.WARNING),
     **dict.fromkeys(("replica_mismatch", "rolled_back", "rollback_failed"), logging.ERROR),
-    "straggler": logging.WARNING,
+    **dict.fromkeys(("memory_checkpoint_failed", "straggler"), logging.WARNING),
 }
 _OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone

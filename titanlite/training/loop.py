@@ -16,7 +16,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
 from titanlite.training.spmd_engine import reshard
 from titanlite.training.step import StepResult, take_step
-from titanlite.training.stopping import RankAgreement, StepAbandoned
+from titanlite.training.stopping import AgreedFlags, RankAgreement, StepAbandoned
 
 
 def train(run: Run) -> int:
@@ -76,7 +76,7 @@ class _Loop:
         agreed = self.agreement.end_step()
         if agreed.lost_folder:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
-        self.last = self._describe_step(result, agreed.is_saving, agreed.memory_state)
+        self.last = self._describe_step(result, agreed)
         with run.throughput.paused():
             self._run_actions(self.last, agreed.is_rejected)
 
@@ -84,7 +84,7 @@ class _Loop:
         self.run.watchdog.set_phase(self.run.state.step + 1, phase)
         self.agreement.begin_phase(phase)
 
-    def _describe_step(self, result: StepResult, is_saving: bool, memory_state: int) -> StepInfo:
+    def _describe_step(self, result: StepResult, agreed: AgreedFlags | StepInfo) -> StepInfo:
         step = self.run.state.step
         return StepInfo(
             step=step,
@@ -92,8 +92,8 @@ class _Loop:
             is_first=step == self.first_step,
             is_last=step == self.run.training.steps,
             stop_reason=self.agreement.reason,
-            is_saving=is_saving,
-            memory_state=memory_state,
+            is_saving=agreed.is_saving,
+            is_saving_in_memory=agreed.is_saving_in_memory,
         )
 
     def _run_actions(self, info: StepInfo, is_rejected: bool, only: str = "") -> None:
@@ -107,7 +107,7 @@ class _Loop:
                 self._start_again()
                 return
             latest = info.step
-            info = self.last = self._describe_step(result, info.is_saving, info.memory_state)
+            info = self.last = self._describe_step(result, info)
             due = self._due_actions(info, only)
             if info.step < latest:  # the other actions have already run after that step
                 due = [action for action in due if action.waits]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.checkpoint import MEMORY_BROKEN, MEMORY_WRITING, Checkpointer
+from titanlite.checkpoint import Checkpointer
 from titanlite.metrics import MetricSinks
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.state import TrainState
@@ -21,21 +21,19 @@ def save_in_memory(
         if info.ends_run:  # the disk has this step
             memory.remove()
         elif saved := memory.take_result():
-            problem = saved.problem or (saved.error and f"{saved.error}; no more are saved")
             fields = {"seconds": saved.seconds, "blocked_seconds": saved.blocked_seconds}
             fields |= {"bytes": memory.bytes, "sent_bytes": memory.sent_bytes}
-            if problem:
-                sinks.event(saved.step, "memory_checkpoint_failed", reason=problem)
+            if saved.problem:
+                sinks.event(saved.step, "memory_checkpoint_failed", reason=saved.problem)
             else:
                 sinks.event(saved.step, "memory_checkpoint_saved", **fields)
 
     def is_done(info: StepInfo) -> bool:
-        return info.ends_run or info.memory_state != MEMORY_WRITING
+        return info.ends_run or not info.is_saving_in_memory
 
     def save(info: StepInfo) -> None:
-        if info.memory_state == MEMORY_WRITING:
-            reason = "the one before is still being written"
-            sinks.event(info.step, "memory_checkpoint_skipped", reason=reason)
+        if info.is_saving_in_memory:
+            sinks.event(info.step, "memory_checkpoint_failed", reason=memory.reason)
             return
         average = average_of(state)
         checkpointer.save_in_memory(
@@ -48,8 +46,7 @@ def save_in_memory(
         )
 
     def is_due(info: StepInfo) -> bool:
-        is_broken = info.memory_state == MEMORY_BROKEN
-        return not is_broken and checkpointer.due_in_memory(info.step, info.ends_run)
+        return checkpointer.due_in_memory(info.step, info.ends_run)
 
     return (
         PeriodicAction("save", is_done, report),

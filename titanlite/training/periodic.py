@@ -32,7 +32,7 @@ class StepInfo:
     is_last: bool  # training.steps is reached
     stop_reason: int  # nonzero: the run stops after this step
     is_saving: bool  # some rank is still writing the last checkpoint
-    memory_state: int = 0  # the largest of all ranks, see `memory_save.py`
+    is_saving_in_memory: bool = False  # the same of a memory checkpoint
 
     @property
     def ends_run(self) -> bool:

@@ -21,7 +21,7 @@ class AgreedFlags(NamedTuple):
     is_saving: bool  # still writing the last checkpoint
     lost_folder: bool  # may no longer write to the run's folders
     is_rejected: bool  # the guard knows of a rejected step
-    memory_state: int  # the largest, of memory checkpoints
+    is_saving_in_memory: bool  # cannot begin the next memory checkpoint
 
 
 class RankAgreement:
@@ -49,10 +49,10 @@ class RankAgreement:
         reason = request.reason(self._timer.start_iteration() + save_seconds)
         limit, two_steps = request.limit_seconds, 2 * self._timer.step_seconds
         is_slow = limit is not None and save_seconds < limit < two_steps + save_seconds
-        is_saving = self._run.checkpointer.writing
-        memory = self._run.checkpointer.memory
-        state = memory.state if memory else 0
-        self._max_over_ranks.start(reason, is_saving, lost_folder, is_rejected, is_slow, state)
+        saves = self._run.checkpointer
+        in_memory = saves.memory is not None and saves.memory.writing
+        flags = (saves.writing, lost_folder, is_rejected, in_memory)
+        self._max_over_ranks.start(reason, is_slow, *flags)
 
     def before_compute(self) -> None:
         """Wait for the exchange if this step may be abandoned: only one can be in flight."""
@@ -76,10 +76,10 @@ class RankAgreement:
         """Set `reason`, and return the flags of all ranks."""
         self._timer.step_done()
         agreed = self._agreed or self._max_over_ranks.wait()
-        reason, is_saving, lost_folder, is_rejected, is_slow, memory_state = agreed
+        reason, is_slow, *flags = agreed
         self.reason = max(reason, self._agree_to_stop()[0] if self._agreed else 0)
         self._can_abandon = bool(is_slow)
-        return AgreedFlags(bool(is_saving), bool(lost_folder), bool(is_rejected), memory_state)
+        return AgreedFlags(*map(bool, flags))
 
     def _agree_to_stop(self) -> list[int]:
         """[signal, whether the step would end too late to save it] on any rank."""
