@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titanlite.checkpoint import CheckpointConfig, Checkpointer
+from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveRequest
 from titanlite.distributed.collectives import AsyncMax
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import ParallelismConfig, build_mesh, resolve_degrees
@@ -171,7 +171,7 @@ def _measure_checkpoints(meter: PhaseMeter, checkpointer: Checkpointer, ranks: i
     progress = {"step": 0, "position": 0, "tokens": 0}
     for step, name in enumerate(("first save", "next save"), 1):
         with meter.phase(name):
-            checkpointer.save(step, model, optimizers, progress=progress | {"step": step})
+            checkpointer.save(SaveRequest(step, model, optimizers, progress | {"step": step}))
             saved = checkpointer.wait()
             assert saved is not None and not saved.problem, saved
     with meter.phase("find and verify"):

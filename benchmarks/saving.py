@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from titanlite.checkpoint import (
     CheckpointConfig,
     Checkpointer,
+    SaveRequest,
     model_and_optimizer_state,
     read_tensors,
 )
@@ -84,14 +85,9 @@ def measure_memory(
         checkpointer = Checkpointer(StorageFolder(folder), config, properties={}, job={}, layout="")
         assert checkpointer.find() is None and checkpointer.memory
         for step in range(1, 8):
-            save = partial(
-                checkpointer.save_in_memory,
-                *(step, model, [optimizer]),
-                progress={"step": step, "position": step, "tokens": step},
-                average=None,
-                before_commit=lambda: None,
-            )
-            blocked = _time_call(save)
+            progress = {"step": step, "position": step, "tokens": step}
+            request = SaveRequest(step, model, [optimizer], progress)
+            blocked = _time_call(partial(checkpointer.save_in_memory, request))
             saved = checkpointer.memory.take_result(wait=True)
             assert saved and not saved.problem and not saved.error, saved
             seconds.setdefault("memory, blocked", []).append(blocked)

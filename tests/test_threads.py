@@ -11,6 +11,7 @@ from torch import nn
 from conftest import HANG_SECONDS
 from tests.checkpoint.saving import open_checkpointer
 from tests.cuda_trace.streams import record_cuda
+from titanlite.checkpoint import SaveRequest
 from titanlite.log import log_every
 from titanlite.threads import DeviceThread, open_thread_pool
 
@@ -65,7 +66,7 @@ def test_the_save_thread_selects_the_device_and_waits_only_for_the_copies(tmp_pa
         with record_cuda() as recorder:
             torch.cuda.set_device(LOCAL_RANK)
             checkpointer = open_checkpointer(tmp_path, async_mode="async_with_pinned_mem")
-            checkpointer.save(1, model, optimizers, progress={})
+            checkpointer.save(SaveRequest(1, model, optimizers, progress={}))
             result = checkpointer.wait()
             assert result is not None and not result.problem
             assert calls_by_thread(recorder) == {"save": ["set_device", "synchronize"]}

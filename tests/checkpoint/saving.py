@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.oracle import full_value
-from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
+from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveRequest, SaveResult
 from titanlite.storage import StorageFolder
 
 
@@ -22,9 +22,8 @@ def open_checkpointer(
 
 def save(checkpointer: Checkpointer, state, final: bool = False) -> None:
     """Start to save a state."""
-    checkpointer.save(
-        state.step, state.model, state.optimizer, progress=state.progress(), final=final
-    )
+    request = SaveRequest(state.step, state.model, state.optimizer, state.progress())
+    checkpointer.save(request, final)
 
 
 def save_and_wait(checkpointer: Checkpointer, state, final: bool = False) -> SaveResult:

@@ -21,7 +21,7 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_an
 from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import recipe_of
-from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.checkpoint import SaveRequest, list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.checkpointer import _without_excluded
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
@@ -57,13 +57,12 @@ def manifest_exists_at_commit(folder, mode) -> list[bool]:
         open_checkpointer(folder, async_mode=mode),
         folder / "step-1/manifest.json",
     )
-    checkpointer.save(
-        1,
-        state.model,
-        state.optimizer,
-        progress=state.progress(),
-        before_commit=lambda: existed.append(manifest.exists()),
-    )
+
+    def note() -> None:
+        existed.append(manifest.exists())
+
+    request = SaveRequest(1, state.model, state.optimizer, state.progress(), before_commit=note)
+    checkpointer.save(request)
     assert not checkpointer.wait().problem
     return [*existed, manifest.exists()]
 
@@ -103,9 +102,8 @@ def save_with_a_bug(folder, mode) -> tuple[str, str]:
     def fail() -> None:
         raise AttributeError("an injected bug")
 
-    checkpointer.save(
-        1, state.model, state.optimizer, progress=state.progress(), before_commit=fail
-    )
+    request = SaveRequest(1, state.model, state.optimizer, state.progress(), before_commit=fail)
+    checkpointer.save(request)
     return checkpointer.wait().problem, log.getvalue()
 
 

@@ -14,7 +14,7 @@ from tests.checkpoint.saving import bits, open_checkpointer, save_and_wait
 from tests.distributed.oracle import Layout, Record, parse_layouts, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import DENSE, EXPERTS, TIED, merge_bits
-from titanlite.checkpoint import memory_save, memory_sets
+from titanlite.checkpoint import SaveRequest, memory_save, memory_sets
 from titanlite.checkpoint.memory_save import plan_copies
 from titanlite.checkpoint.memory_sets import FOLDER_VARIABLE
 
@@ -38,8 +38,8 @@ def open_run(folder: str, hosts: str, **config):
 
 def save_in_memory(checkpointer, state):
     """Save a state in memory; returns the finished save."""
-    options = {"progress": state.progress(), "average": None, "before_commit": lambda: None}
-    checkpointer.save_in_memory(state.step, state.model, state.optimizer, **options)
+    request = SaveRequest(state.step, state.model, state.optimizer, state.progress())
+    checkpointer.save_in_memory(request)
     return checkpointer.memory.take_result(wait=True)
 
 

@@ -24,6 +24,7 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.checkpoint import SaveRequest
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.errors import CheckpointError
 from titanlite.storage import StorageFolder
@@ -56,8 +57,8 @@ def train(layout: Layout, folder: str, resume: bool) -> tuple[list, dict, float]
         run_until(state, engine, mesh, RECIPE, record, step + 1)
         weights.append(record.weights)
     if not resume:
-        options = {"progress": state.progress(), "average": average.current()}
-        checkpointer.save(state.step, state.model, state.optimizer, **options)
+        parts = (state.step, state.model, state.optimizer, state.progress())
+        checkpointer.save(SaveRequest(*parts, average=average.current()))
         assert not checkpointer.wait().problem
     return weights, {name: shard_and_offset(value) for name, value in average.tensors.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.checkpoint.checkpointer import Checkpointer, SaveResult
+from titanlite.checkpoint.checkpointer import Checkpointer, SaveRequest, SaveResult
 from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint_config, checkpoint_folder
 from titanlite.checkpoint.convert import read_saved_facts, to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointManifest",
     "Checkpointer",
     "FoundCheckpoint",
+    "SaveRequest",
     "SaveResult",
     "SavedModel",
     "check_checkpoint_config",

@@ -55,6 +55,20 @@ GROUP_TIMEOUT_FACTOR = 2
 
 
 @dataclass(frozen=True)
+class SaveRequest:
+    """What to save of a run after a step."""
+
+    step: int
+    model: nn.Module
+    optimizers: Iterable[torch.optim.Optimizer]
+    progress: dict[str, Any]
+    average: Mapping[str, Tensor] | None = None  # of the weights, by their names
+    before_commit: Callable[[], None] = lambda: None
+    # called on the rank that commits, perhaps in another thread, when all files but the manifest
+    # are on the disk: it writes what must not be older than the checkpoint
+
+
+@dataclass(frozen=True)
 class SaveResult:
     """The result of one save."""
 
@@ -132,39 +146,25 @@ class Checkpointer:
 
     # --- saving --------------------------------------------------------------------------------
 
-    def save(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        progress: dict[str, Any],
-        average: Mapping[str, Tensor] | None = None,
-        final: bool = False,
-        before_commit: Callable[[], None] = lambda: None,
-    ) -> None:
+    def save(self, request: SaveRequest, final: bool = False) -> None:
         """Start to write a checkpoint; `wait` returns the result, and must precede the next save.
 
         The caller may change the tensors after `save` returns: the blocking mode has written them,
         and an asynchronous mode copies them before any later change.
 
-        `average`: of the weights, by their names. `final`: `step` is training.steps, so the
-        `last_save_*` settings apply.
-        `before_commit` is called on the rank that commits, perhaps in another thread, when all
-        files but the manifest are on the disk: it writes what must not be older than the
-        checkpoint.
+        `final`: the step is training.steps, so the `last_save_*` settings apply.
         """
         assert self._save is None, "the previous save must be waited for first"
-        started, self.last_step = time.monotonic(), step
-        state = self._state_to_save(model, optimizers, average, final)
+        step, started = request.step, time.monotonic()
+        self.last_step, state = step, self._state_to_save(request, final)
         folder = self.step_folders.of_step(step)
 
         def commit(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]) -> None:
             files |= write_small_files(folder, self.files)
-            before_commit()
+            request.before_commit()
             manifest = CheckpointManifest(
                 step,
-                progress,
+                request.progress,
                 facts=self.properties,
                 job=self.job,
                 layout=self.layout,
@@ -188,23 +188,16 @@ class Checkpointer:
         self._save = SaveInProgress(step, folder, started, self.config.timeout_seconds)
         self._save.start(write, self.blocking)
 
-    def save_in_memory(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        progress: dict[str, Any],
-        average: Mapping[str, Tensor] | None,
-        before_commit: Callable[[], None],
-    ) -> None:
+    def save_in_memory(self, request: SaveRequest) -> None:
         """Like `save`, but in the memory of this and another host; call it when none is written."""
         assert self.memory is not None
-        common: dict[str, Any] = {"progress": progress, "facts": self.properties, "job": self.job}
-        common |= {"layout": self.layout, "seconds": self.save_seconds}
-        common["published"] = self.files.get(PUBLISHED_FILE, b"").decode()
-        state = self._state_to_save(model, optimizers, average, final=False)
-        self.memory.save(step, state, common, before_commit)
+        manifest: dict[str, Any] = {"progress": request.progress, "facts": self.properties}
+        manifest |= {"job": self.job, "layout": self.layout, "versions": software_versions()}
+        manifest["seconds"] = self.save_seconds
+        published = self.files.get(PUBLISHED_FILE, b"").decode()
+        common = {"manifest": manifest, "published": published}
+        state = self._state_to_save(request, final=False)
+        self.memory.save(request.step, state, common, request.before_commit)
 
     @property
     def writing(self) -> bool:
@@ -242,16 +235,12 @@ class Checkpointer:
             self.save_seconds = save.seconds
         return SaveResult(save.step, save.folder, save.seconds, blocked, problem)
 
-    def _state_to_save(
-        self,
-        model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        average: Mapping[str, Tensor] | None,
-        final: bool,
-    ) -> State:
-        parts: State = {AVERAGE: dict(average)} if average else {}
+    def _state_to_save(self, request: SaveRequest, final: bool) -> State:
+        model, parts = request.model, State()
+        if request.average:
+            parts[AVERAGE] = dict(request.average)
         if not (final and self.config.last_save_model_only):
-            return model_and_optimizer_state(model, optimizers) | parts
+            return model_and_optimizer_state(model, request.optimizers) | parts
         parts |= model_and_optimizer_state(model)
         buffers = {name for name, _ in model.named_buffers()}  # fp32 in every precision
         return {

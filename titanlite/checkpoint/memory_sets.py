@@ -40,7 +40,6 @@ from titanlite.checkpoint.manifest import (
     CheckpointManifest,
     TensorRecord,
     manifest_hash,
-    software_versions,
 )
 from titanlite.checkpoint.model_state import State
 from titanlite.distributed.collectives import gather_from_all_ranks, local_shard, shard_region
@@ -193,12 +192,8 @@ class MemorySet:
             for file in valid
             for name, (dtype, shape, *_) in file.shards.items()
         }
-        about = {key: value for key, value in first.common.items() if key != "published"}
-        versions = software_versions()
-        manifest = CheckpointManifest(
-            first.step, **about, versions=versions, files={}, tensors=tensors
-        )
-        return manifest, problems
+        about = first.common["manifest"]
+        return CheckpointManifest(first.step, **about, files={}, tensors=tensors), problems
 
     def open(self, file: MemoryFile) -> Tensor:
         """The shards of a file on this host, mapped; raises OSError or RuntimeError."""

@@ -159,8 +159,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
 def build_batches(
     job: Job, stream: SampleStream, state: TrainState, mesh: Mesh, engine: Engine
 ) -> Iterator[Batch]:
-    """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
-    the model is on a GPU."""
+    """Prefetch this rank's batches from `state.position` on, for a GPU into pinned memory."""
     pin = mesh.batch.device_type == "cuda"
     rank, ranks, windows = mesh.batch_rank, mesh.batch.size(), state.counters.windows
 

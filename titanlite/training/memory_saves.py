@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from titanlite.checkpoint import Checkpointer
 from titanlite.metrics import MetricSinks
-from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.periodic import PeriodicAction, StepInfo, request_save
 from titanlite.training.state import TrainState
-from titanlite.training.weight_average import average_of
 
 
 def save_in_memory(
@@ -34,21 +33,11 @@ def save_in_memory(
     def save(info: StepInfo) -> None:
         if info.is_saving_in_memory:
             sinks.event(info.step, "memory_checkpoint_failed", reason=memory.reason)
-            return
-        average = average_of(state)
-        checkpointer.save_in_memory(
-            info.step,
-            state.model,
-            state.optimizer,
-            progress=state.progress(),
-            average=average.current() if average else None,
-            before_commit=sinks.sync,  # so metrics up to this step reach the disk first
-        )
+        else:
+            checkpointer.save_in_memory(request_save(info.step, state, sinks))
 
     def is_due(info: StepInfo) -> bool:
         return checkpointer.due_in_memory(info.step, info.ends_run)
 
-    return (
-        PeriodicAction("save", is_done, report),
-        PeriodicAction("save", is_due, save, needs_finite=True),
-    )
+    saves = PeriodicAction("save", is_due, save, needs_finite=True)
+    return PeriodicAction("save", is_done, report), saves

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from titanlite.checkpoint import Checkpointer, SaveResult
+from titanlite.checkpoint import Checkpointer, SaveRequest, SaveResult
 from titanlite.distributed.collectives import gather_from_all_ranks, run_on_rank_0
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
@@ -201,6 +201,13 @@ def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> Peri
     )
 
 
+def request_save(step: int, state: TrainState, sinks: MetricSinks) -> SaveRequest:
+    """What to save of a run; metrics up to this step reach the disk first."""
+    average = average_of(state)
+    weights = average.current() if average else None
+    return SaveRequest(step, state.model, state.optimizer, state.progress(), weights, sinks.sync)
+
+
 def save_checkpoints(
     state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
 ) -> PeriodicAction:
@@ -208,16 +215,7 @@ def save_checkpoints(
 
     def save(info: StepInfo) -> None:
         finish_save(checkpointer, sinks)  # at most one save is in flight
-        average = average_of(state)
-        checkpointer.save(
-            info.step,
-            state.model,
-            state.optimizer,
-            progress=state.progress(),
-            average=average.current() if average else None,
-            final=info.is_last,
-            before_commit=sinks.sync,  # so metrics up to this step reach the disk first
-        )
+        checkpointer.save(request_save(info.step, state, sinks), final=info.is_last)
         if info.ends_run or checkpointer.blocking:
             result = finish_save(checkpointer, sinks)
             if info.ends_run and result and result.problem:
