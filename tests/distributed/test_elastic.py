@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.test_train import losses_of, torchrun
 from tests.faults.launch import LaunchedRun, events_of, lines_of, steps_of
+from titanlite.elastic import spares
 
 RAGGED = (  # 3 to 7 sequences of two sources, which 4 and 3 ranks cannot divide
     *("--elastic.enable=true", "--training.local_batch_size=1", "--validation.enable=false"),
@@ -83,12 +85,22 @@ def test_a_spare_exits_with_the_code_of_the_run_and_costs_no_cpu(run_toml, tmp_p
         assert run.wait() == [75] * 5, run.output
 
 
+def wait_in_milliseconds() -> None:
+    """Let a spare take each of its waits of a second in some milliseconds."""
+    spares.time = SimpleNamespace(sleep=lambda seconds: time.sleep(0.005))
+
+
 def test_a_signal_ends_a_spare_at_once_and_the_run_goes_on(run_toml, tmp_path):
-    """torchrun sends it before it restarts the ranks, and kills those that stay for 30 seconds."""
+    """torchrun sends it before it restarts the ranks, and kills those that stay for 30 seconds.
+
+    Until then the spare waits, even for a single rank, which sends no heartbeats.
+    """
     out = tmp_path / "out"
-    with LaunchedRun(5, out, *spared(out, run_toml)) as run:
-        run.wait_for(lambda: steps_of(out))
-        run.signal(4, signal.SIGUSR1)  # the ranks that work handle it
+    argv = spared(out, run_toml, "--parallelism.tensor_parallel_degree=1")
+    argv += ("--elastic.layouts=[{ ranks = 1 }]", "--comm.init_timeout_seconds=100")
+    with LaunchedRun(2, out, *argv, prepare=wait_in_milliseconds) as run:
+        run.wait_for(lambda: len(steps_of(out)) >= 8)
+        run.signal(1, signal.SIGUSR1)  # the ranks that work handle it
         time.sleep(0.1)
-        run.signal(4, signal.SIGTERM)
-        assert run.wait() == [0, 0, 0, 0, 75], run.output
+        run.signal(1, signal.SIGTERM)
+        assert run.wait() == [0, 75], run.output

@@ -6,6 +6,7 @@ exits with the run, and with its exit code.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -38,12 +39,13 @@ def wait_if_spare(ranks: int, timeout_seconds: float) -> int | None:
     try:
         store, start_id = rendezvous.open_rank_store(rank, launched, timeout_seconds)
         store.set(rendezvous.HOST_KEY.format(rank), socket.gethostname())
-        return _wait_for_end(start_id, timeout_seconds)
+        silent_limit = timeout_seconds if ranks > 1 else math.inf  # one rank sends no heartbeats
+        return _wait_for_end(start_id, timeout_seconds, silent_limit)
     except dist.DistError:  # the store has ended, with the launcher or rank 0
         return EXIT_RANK_LOST
 
 
-def _wait_for_end(start_id: str, timeout_seconds: float) -> int:
+def _wait_for_end(start_id: str, timeout_seconds: float, silent_limit: float) -> int:
     """The exit code of the run; EXIT_STOPPED after a signal; EXIT_RANK_LOST if rank 0 is silent."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -56,7 +58,7 @@ def _wait_for_end(start_id: str, timeout_seconds: float) -> int:
     while not run.check([rendezvous.END_KEY]):
         newest = beats.get("0") if beats.check(["0"]) else b""
         silent_seconds = silent_seconds + rendezvous.SPARE_SECONDS if newest == beat else 0.0
-        if received or silent_seconds > timeout_seconds:
+        if received or silent_seconds > silent_limit:
             return EXIT_STOPPED if received else EXIT_RANK_LOST
         beat = newest
         time.sleep(rendezvous.SPARE_SECONDS)
