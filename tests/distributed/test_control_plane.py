@@ -242,6 +242,13 @@ def test_a_heartbeat_takes_four_operations_of_the_store_whatever_the_number_of_r
         assert operations_of_a_heartbeat(ranks) == expected
 
 
+def test_a_rank_that_sends_a_heartbeat_every_16_seconds_is_not_lost_after_10():
+    few, many = (RankProgress(0, ranks, 600.0) for ranks in (8, 16_384))
+    for progress in (few, many):
+        progress.set_lost_after(10.0)
+    assert few.silent_limit == 10 and many.silent_limit == 3 * many.heartbeat_seconds > 48
+
+
 def test_a_rank_waits_only_for_its_children_to_join():
     ranks = 3 * FANOUT_TO_JOIN
     values: dict[str, bytes] = {}

@@ -81,7 +81,8 @@ class RankProgress:
     @property
     def silent_limit(self) -> float:
         """Seconds without heartbeats of a rank, or answers of the store, after which it is lost."""
-        return min(SILENT_FRACTION * self.timeout_seconds, self._lost_after_seconds)
+        lost_after = max(self._lost_after_seconds, 3 * self.heartbeat_seconds)
+        return min(SILENT_FRACTION * self.timeout_seconds, lost_after)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -99,7 +100,7 @@ class RankProgress:
         self.timeout_seconds, self.timeout_key = seconds, key
 
     def set_lost_after(self, seconds: float) -> None:
-        """Lower `silent_limit` to this."""
+        """Lower `silent_limit` to this, or to three heartbeats of many ranks."""
         self._lost_after_seconds = seconds
 
     def update_stuck_seconds(self, passed: float) -> Position | None:
