@@ -87,7 +87,7 @@ class MemoryCheckpoints:
         self.history = ""
         self.newest: tuple[str, int] | None = None  # the newest complete set: history, step
         self.bytes = self.sent_bytes = 0  # of all ranks' shards in a set; sent to another host
-        self._layout, self._layouts = "", list[str]()  # of this rank; the distinct ones of all
+        self._layout, self._layouts = "", 0  # of this rank; number of different ones of all
         self._copies: dict[int, int | None] = {}
         self._save: SaveInProgress | None = None
 
@@ -189,7 +189,7 @@ class MemoryCheckpoints:
         """Gather which shards each rank has, and decide who copies them where."""
         gathered = gather_from_all_ranks([layout, nbytes], self.group)
         layouts, sizes = [entry[0] for entry in gathered], [entry[1] for entry in gathered]
-        self._layout, self._layouts = layout, sorted(set(layouts))
+        self._layout, self._layouts = layout, len(set(layouts))
         self._copies = plan_copies(self.hosts, layouts)
         self.bytes = sum(sizes[rank] for rank in self._copies)
         sent = [(rank, to) for rank, to in self._copies.items() if to is not None]

@@ -62,7 +62,7 @@ class MemoryFile(NamedTuple):
     history: str
     step: int
     layout: str  # hash of `shards`
-    layouts: list[str]  # of all files that the set needs
+    layouts: int  # number of different ones in the set
     common: dict[str, Any]  # what a manifest has, the same in each file of a set
     shards: Shards
     bytes: int  # of the shards; the header follows them
@@ -182,10 +182,10 @@ class MemorySet:
             for index, file in enumerate(self.files)
             if index not in indices
         ]
-        needed = {layout for file in self.files for layout in file.layouts}
         valid = [self.files[index] for index in sorted(indices)]
-        if lost := needed - {file.layout for file in valid}:
-            return None, [*problems, f"{text}: {len(lost)} of {len(needed)} parts are lost"]
+        lost = first.layouts - len({file.layout for file in valid})
+        if lost:
+            return None, [*problems, f"{text}: {lost} of {first.layouts} parts are lost"]
         self.files = valid
         tensors = {
             name: TensorRecord(shape, dtype, "")
