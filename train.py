@@ -17,7 +17,7 @@ from titanlite.elastic.spares import wait_if_spare
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, log_start, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
-from titanlite.runtime import exit_when_launcher_dies
+from titanlite.runtime import end_launcher, exit_when_launcher_dies
 from titanlite.training.loop import train
 
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
     with open_services(job, began, report) as services:
-        if services.folder_lock.stopped_in_this_launch(services.members.hosts):
+        if ended := services.folder_lock.stopped_in_this_launch(services.members.hosts):
             logger.info("already stopped in this launch; start the same command again to resume")
             stopped = EXIT_STOPPED
         else:
@@ -57,6 +57,8 @@ def run_job(job: Job, began: float, report: ErrorReport) -> int:
         code = EXIT_STOPPED if stopped else EXIT_DONE
         services.folder_lock.release(code)
         services.rank.release_spares(code)
+    if ended:  # the folder is released
+        end_launcher()
     return code
 
 

@@ -329,13 +329,13 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
         (tmp_path / name).chmod(0o755)
     job = str(os.getpid())  # the port follows from it, so that two suites can run at once
     slurm = {"SLURM_JOB_ID": job, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
-    limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "1", "PYTHON_EXEC": python}
+    limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "3", "PYTHON_EXEC": python}
     batch = ["bash", str(ROOT / "scripts" / "slurm.sh"), *argv_of(run_toml, *LONG)]
     process = start_under_launcher(batch, tmp_path, **slurm, **limits)
     wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
     process.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does, to the batch shell alone
     code, log = process.wait(HANG_SECONDS), (tmp_path / "log").read_text()
-    assert code and "already stopped in this launch" in log and "exitcode  : 75" in log, log
+    assert code and log.count("already stopped in this launch") == 1, log
     assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from titanlite.errors import ConfigError, RendezvousError
 from titanlite.metrics.jsonl import METRICS_FILE, read_last_step
 from titanlite.runtime.lease import process_age
 from titanlite.runtime.start_log import FLAPPING_SECONDS, StartLog, StartRecord, count_losses
+from titanlite.runtime.watchdog import end_launcher
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def find_members(folder: Path, rank: RankContext, began: float, max_losses: int)
         last_step = read_last_step(folder / METRICS_FILE) if rank.rank == 0 else None
         before = starts[-1] if starts else None
         return Members(list(dict.fromkeys([*hosts, *spares])), began, before, last_step)
-    if socket.gethostname() in flapping and "TORCHELASTIC_RUN_ID" in os.environ:
-        os.kill(os.getppid(), signal.SIGTERM)
+    if socket.gethostname() in flapping:
+        end_launcher()
     raise RendezvousError(
         f"{', '.join(flapping)}: lost {max_losses} times in {FLAPPING_SECONDS / 3600:g} hours, so"
         " the run goes on without it.",

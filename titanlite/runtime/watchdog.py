@@ -321,6 +321,12 @@ def exit_when_launcher_dies() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def end_launcher() -> None:
+    """End the torchrun of this machine, which would start the ranks again; local rank 0 does it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0":
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
 def format_all_stacks() -> str:
     """The stack of every thread, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
