@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from titanlite.checkpoint import SaveRequest
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks
 from titanlite.training.loop import _Loop
@@ -39,9 +40,9 @@ class FailingSave:
             step=step, folder=f"step-{step}", seconds=1.0, blocked_seconds=1.0, problem=problem
         )
 
-    def save(self, step: int, *_, final: bool, **__) -> None:
-        self.last_step, self.in_flight = step, (step, self.later_problem)
-        self.saved.append((step, final))
+    def save(self, request: SaveRequest, final: bool) -> None:
+        self.last_step, self.in_flight = request.step, (request.step, self.later_problem)
+        self.saved.append((request.step, final))
 
 
 def abandoned_after_step_2(checkpointer: FailingSave) -> _Loop:
