@@ -140,9 +140,12 @@ class Checkpointer:
         return config.saves and is_due and step != self.last_step
 
     def due_in_memory(self, step: int, ends_run: bool) -> bool:
-        """Whether to save after step `step` in memory; not if the disk gets it. Not collective."""
+        """Whether to save after step `step` in memory; not if the disk has it by then.
+
+        Not collective. A save on the disk that is asynchronous may be lost with a machine.
+        """
         is_due = self.memory is not None and step % self.config.memory_interval == 0
-        return is_due and not ends_run and not self.due(step, ends_run)
+        return is_due and not ends_run and not (self.blocking and self.due(step, ends_run))
 
     # --- saving --------------------------------------------------------------------------------
 
