@@ -117,6 +117,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
     no_saves = SimpleNamespace(
         save_seconds=0.0,
         writing=False,
+        memory=None,
         steps=lambda: [3],
         wait=lambda: None,
         failures=0,

@@ -99,7 +99,9 @@ def test_replicas_that_differ_can_be_logged_only(monkeypatch):
     check = SimpleNamespace(find=lambda: [finding])
     events: list = []
     sinks = SimpleNamespace(event=lambda step, name, **fields: events.append((step, name, fields)))
-    saves = SimpleNamespace(due=lambda step, ends: step == 7)
+    saves = SimpleNamespace(
+        due=lambda step, ends: step == 7, due_in_memory=lambda step, ends: step == 9
+    )
     mesh = SimpleNamespace(degrees=SimpleNamespace(ranks=2))
     settings = SimpleNamespace(mesh=mesh)
     run = SimpleNamespace(sinks=sinks, state=None, step_settings=settings, checkpointer=saves)
@@ -114,7 +116,7 @@ def test_replicas_that_differ_can_be_logged_only(monkeypatch):
             for step in range(1, 22)
             if periodic.is_due(SimpleNamespace(step=step, ends_run=False))
         ]
-        assert due == [7, 10, 20]
+        assert due == [7, 9, 10, 20]
         with pytest.raises(TrainingDiverged) if action == "stop" else nullcontext():
             periodic.run(SimpleNamespace(step=7))
     assert events == [(7, "replica_mismatch", finding._asdict())] * 2
