@@ -45,7 +45,9 @@ class Network:
         self.folder, self.machines = folder, dict[int, subprocess.Popen]()
 
     def __enter__(self) -> Network:
-        script = "ip link set lo up && ip link add br0 type bridge && ip link set br0 up"
+        # an address of its own: otherwise it has that of a machine, and changes with its loss
+        script = "ip link set lo up && ip link set br0 up"
+        script = f"ip link add br0 address 02:00:00:00:00:01 type bridge && {script}"
         script += ' && ip addr add 10.77.0.1/24 dev br0 && exec "$0" -c "$1"'
         self.store = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", script, sys.executable, STORE],

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 
 from conftest import HANG_SECONDS, ROOT
-from tests.faults.launch import LaunchedRun, events_of, lines_of
+from tests.faults.launch import LaunchedRun, events_of, lines_of, steps_of
 from tests.faults.machines import Network, why_no_machines
 
 
-def wait_for_step(network: Network, out, step: int) -> None:
+def wait_until(network: Network, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_SECONDS
-    while not any("event" not in line and line["step"] >= step for line in lines_of(out)):
+    while not condition():
         logs = "\n".join(network.log(number) for number in network.machines)
         assert time.monotonic() < deadline, logs
         assert all(machine.poll() is None for machine in network.machines.values()), logs
         time.sleep(0.05)
+
+
+def wait_for_step(network: Network, out, step: int) -> None:
+    wait_until(network, lambda: max(steps_of(out), default=0) >= step)
 
 
 def undisturbed(run_toml, folder, steps: int, options: list[str]) -> list[dict]:
@@ -42,11 +47,10 @@ def check_curve(run_toml, tmp_path, options: list[str]) -> None:
 
 def wait_for_return(network: Network, out, number: int) -> dict:
     """The event of the return with this number, counted from 1, and some steps after it."""
-    while len(events := events_of(out, "returned")) < number:
-        wait_for_step(network, out, 0)
-        time.sleep(0.1)
-    wait_for_step(network, out, events[-1]["step"] + 7)
-    return events[number - 1]
+    wait_until(network, lambda: len(events_of(out, "returned")) >= number)
+    event = events_of(out, "returned")[number - 1]
+    wait_for_step(network, out, event["step"] + 7)
+    return event
 
 
 COMMON = ["--training.steps", "100000", "--lr_scheduler.total_steps", "100000"]
