@@ -59,7 +59,8 @@ def add_periodic_actions(
         set_timeouts("train_timeout_seconds")
         if config.elastic.enable and (fields := members.describe_return(began, opened)):
             layout = {"ranks": job.degrees.ranks, "layout": str(job.degrees)}
-            sinks.event(state.step, "returned", **layout, **fields)
+            # of the step it continued from: stays if the run comes back to it once more
+            sinks.event(began, "returned", **layout, **fields)
 
     validation = periodic.run_validation(
         validate_all, sinks, config.validation.freq, run.training.steps
