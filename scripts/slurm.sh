@@ -3,7 +3,7 @@
 # Train under SLURM: sbatch --nodes 2 --gpus-per-node 8 scripts/slurm.sh --job.config_file run.toml …
 # 300 seconds before the time limit, all ranks save a checkpoint and exit, and the job is requeued.
 # Environment variables: RANKS_PER_NODE (default: GPUs of the node), MAX_RESTARTS (default: 3), and
-# MIN_NODES (default: all): with sbatch --no-kill, the run goes on while it has so many.
+# MIN_NODES (default: all): with sbatch --no-kill, the run goes on while at least these are left.
 set -u
 # After SIGTERM, torchrun kills the ranks after this time, 30 s by default, unless SLURM does so first.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"

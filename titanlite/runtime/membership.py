@@ -1,4 +1,4 @@
-"""Which hosts a run has lost and got since its previous start, and how long it was away."""
+"""Which hosts left and joined a run since its previous start, and how long it was away."""
 
 from __future__ import annotations
 
