@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from tests.distributed.test_train import losses_of, torchrun
 from tests.faults.launch import LaunchedRun, events_of, lines_of, steps_of
+from tests.faults.test_rollback import inject
 from titanlite.elastic import spares
+from titanlite_lab.drill.injector import NumericalFault
 
 RAGGED = (  # 3 to 7 sequences of two sources, which 4 and 3 ranks cannot divide
     *("--elastic.enable=true", "--training.local_batch_size=1", "--validation.enable=false"),
     *("--training.global_batch_size=7", "--training.batch_size_ramp=0:3 300:5 700:7"),
-    *("--lr_scheduler.total_steps=6", "--metrics.source_loss_freq=1"),
-    "--checkpoint.interval=2",
+    *("--lr_scheduler.total_steps=10", "--metrics.source_loss_freq=1"),
+    *("--checkpoint.interval=2", "--guard.nonfinite=rollback", "--guard.rollback_steps=1"),
 )
+FAULT = NumericalFault("gradient", step=6, value="nan", times=2)  # the step and its replay
 EIGHT_BIT = ("--optimizer.state_dtype=8bit", "--optimizer.implementation=for-loop")
 
 
 @pytest.mark.parametrize("optimizer", [("--optimizer.name=Muon",), EIGHT_BIT], ids=["Muon", "8bit"])
-def test_a_run_on_4_then_3_then_4_ranks_matches_one_process(run_toml, corpus, tmp_path, optimizer):
+def test_a_run_on_4_then_3_then_4_ranks_matches_one_process(
+    run_toml, corpus, tmp_path, optimizer, request
+):
+    """With `--layouts 2`, also a roll-back on the last 4 ranks, then 2 ranks, then 4."""
+    is_sweep = request.config.getoption("--layouts") > 1
     sources = (
         f'[{{ name = "code", path = "{corpus}/train", weight = 0.7 }},'
         f' {{ name = "optim", path = "{corpus}/validation", weight = 0.3 }}]'
@@ -32,12 +40,14 @@ def test_a_run_on_4_then_3_then_4_ranks_matches_one_process(run_toml, corpus, tm
     def train(ranks: int, folder, steps: int) -> None:
         argv = ("--job.config_file", str(run_toml), "--job.dump_folder", str(folder))
         argv += (*RAGGED, *optimizer, "--data.sources", sources, "--training.steps", str(steps))
-        with LaunchedRun(ranks, folder, *argv) as run:
+        prepare = partial(inject, FAULT) if is_sweep else None
+        with LaunchedRun(ranks, folder, *argv, prepare=prepare) as run:
             assert run.wait() == [0] * ranks, run.output
 
-    train(1, whole, 6)
-    for ranks, steps in ((4, 2), (3, 4), (4, 6)):
+    train(1, whole, 10 if is_sweep else 6)
+    for ranks, steps in ((4, 2), (3, 4), (4, 6), *((2, 8), (4, 10))[: 2 * is_sweep]):
         train(ranks, changed, steps)
+    assert len(events_of(changed, "rolled_back")) == is_sweep
     assert losses_of(changed) == pytest.approx(losses_of(whole), rel=1e-5)
     for name in ("samples", "tokens", "lr"):
         counted = [[x[name] for x in lines_of(f) if "event" not in x] for f in (whole, changed)]
