@@ -82,7 +82,7 @@ def test_vectors_and_rows_without_blocks_have_fp32_moments():
 @pytest.mark.slow
 @torch._inductor.config.patch("cpp.simdlen", 1)  # without vectors, C++ compiles in half the time
 def test_the_update_compiles_once_and_matches_the_eager_update():
-    """A new learning rate must not cause a compilation."""
+    """A new learning rate must not cause a compilation; a rejected step changes nothing."""
     counters = torch._dynamo.utils.counters["stats"]
     model = nn.Linear(256, 64, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig.of(state_dtype="4bit"))
@@ -91,15 +91,18 @@ def test_the_update_compiles_once_and_matches_the_eager_update():
     eager = build_optimizer(
         eager_model, OptimizerConfig.of(state_dtype="4bit", implementation="for-loop")
     )
-    graphs = []
+    graphs, weights = [], []
     for step in range(5):
+        accepted = torch.tensor(step != 3)
         for each, its_optimizer in ((model, optimizer), (eager_model, eager)):
             each(torch.ones(2, 256) + step).square().sum().backward()
             its_optimizer.set_lr(1e-3 / (step + 1))
-            its_optimizer.step()
+            its_optimizer.step(accepted)
             its_optimizer.zero_grad()
         graphs.append(counters["unique_graphs"])
+        weights.append(model.weight.detach().clone())
     assert graphs[-1] == graphs[1] > 0
+    assert torch.equal(weights[3], weights[2]) and not torch.equal(weights[4], weights[3])
     assert torch.allclose(model.weight, eager_model.weight, atol=1e-6)
 
 

@@ -27,7 +27,7 @@ CASES = [
     {"name": "Adafactor"},
     {"name": "AdamW", "state_dtype": "bfloat16", "implementation": "for-loop"},
     {"name": "AdamW", "state_dtype": "8bit", "implementation": "for-loop"},
-    {"name": "AdamW", "state_dtype": "float8"},
+    {"name": "AdamW", "state_dtype": "float8", "implementation": "for-loop"},
 ]
 
 
