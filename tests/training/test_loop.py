@@ -80,3 +80,12 @@ def test_a_second_failure_is_an_error():
     loop = abandoned_after_step_2(FailingSave(2, later_problem="disk full"))
     with pytest.raises(CheckpointError, match="disk full"):
         loop._save_before_step()
+
+
+def test_an_abandoned_step_spoils_no_replay_of_the_step_before():
+    checkpointer = FailingSave(1, later_problem="")
+    loop = abandoned_after_step_2(checkpointer)
+    # Its micro-batches left sums of gradients, to which a replay would add.
+    loop.run.guard.has_rejected, loop.run.guard.settle = lambda: True, pytest.fail
+    loop._save_before_step()
+    assert checkpointer.saved == [] and checkpointer.in_flight is None

@@ -126,17 +126,15 @@ class _Loop:
     def _save_before_step(self) -> None:
         """Save the state before an abandoned step, unless a checkpoint has it."""
         state = self.run.state
-        logger.info(  # of rank 0 only
-            "step %d is abandoned, because torchrun would kill the ranks before its end: the state"
-            " after step %d is kept",
-            state.step + 1,
-            state.step,
-        )
+        text = "step %d is abandoned: torchrun would kill the ranks before its end"
+        logger.info(text, state.step + 1)
         state.optimizer.zero_grad()
         reshard([state.model])
         if self.last is None:  # no step was taken since the start
             return
         self.run.finish_save(state.step)  # if it failed, this step is due again
+        if self.run.guard.has_rejected():
+            return  # a replay would add to the gradients that the abandoned step has left in FSDP
         info = dataclasses.replace(
             self.last,
             step=state.step,
