@@ -48,16 +48,15 @@ def main(argv: list[str]) -> int:
 def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
     with open_services(job, began, report) as services:
-        if ended := services.folder_lock.stopped_in_this_launch(services.members.hosts):
+        if has_stopped := services.folder_lock.stopped_in_this_launch(services.members.hosts):
             logger.info("already stopped in this launch; start the same command again to resume")
-            stopped = EXIT_STOPPED
+            code = EXIT_STOPPED
         else:
             with open_run(job, services) as run:
-                stopped = train(run)
-        code = EXIT_STOPPED if stopped else EXIT_DONE
+                code = EXIT_STOPPED if train(run) else EXIT_DONE
         services.folder_lock.release(code)
         services.rank.release_spares(code)
-    if ended:  # the folder is released
+    if has_stopped:  # the folder is released
         end_launcher()
     return code
 

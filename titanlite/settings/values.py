@@ -171,7 +171,8 @@ def convert(given: Any, hint: Any, declared: Any = None) -> Any:
     if origin is Annotated:
         value = convert(given, arguments[0], declared)
         for rule in arguments[1:]:
-            _check_rule(value, rule)
+            if isinstance(rule, Range) and not rule.contains(value):
+                raise ValueRefused(f"must be {rule}.")
         return value
     if origin in (Union, types.UnionType):
         return _convert_union(given, arguments, declared)
@@ -274,8 +275,3 @@ def _convert_table(given: Any, schema: type) -> Any:
     if builder.problems:
         raise EntriesRefused([str(problem) for problem in builder.problems])
     return value
-
-
-def _check_rule(value: Any, rule: Any) -> None:
-    if isinstance(rule, Range) and not rule.contains(value):
-        raise ValueRefused(f"must be {rule}.")
