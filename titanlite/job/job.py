@@ -43,7 +43,7 @@ class Job:
     pipeline: PipelinePlan  # which rank runs which stage
     global_batch: int  # sequences of a step, over all ranks, after training.batch_size_ramp
     configured: JobConfig | None = None  # before an elastic layout was applied; None: without one
-    cost: str = ""  # of an elastic layout: what does nothing
+    cost: str = ""  # of an elastic layout: spare ranks and idle sequences, as text
 
     @property
     def folder(self) -> Path:
@@ -84,7 +84,7 @@ class Job:
             n_kv_heads=max(1, sizes.n_kv_heads // tensor),
             seq_len=self.config.training.seq_len,
             head_dim=sizes.head_width,
-            windows=tuple({block.window: None for block in self.spec.counts(sizes).blocks}),
+            windows=tuple(dict.fromkeys(b.window for b in self.spec.counts(sizes).blocks)),
             sinks=self.spec.attention_sinks,
         )
 

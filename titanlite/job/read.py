@@ -100,7 +100,7 @@ def _check_layout(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserE
         problems.append(error)
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
-        problems += check_batch_size(config.training, degrees.batch * (not config.elastic.enable))
+        problems += check_batch_size(config.training, 0 if config.elastic.enable else degrees.batch)
         problems += check_update_degrees(config, degrees)
     except ConfigError as error:
         problems.append(error)

@@ -78,7 +78,7 @@ def check_batch_size(training: TrainingConfig, data_ranks: int) -> Iterator[Conf
     local = training.local_batch_size
     if training.global_batch_size == -1 and training.batch_size_ramp is None:
         return
-    unit = local * data_ranks or 1
+    unit = local * data_ranks if data_ranks else 1
     try:
         schedule = build_batch_schedule(training, training.global_batch_size)
     except ConfigError as error:
