@@ -35,7 +35,7 @@ def clip_gradients(
     scale: float = 1.0,
     adaptive: AdaptiveClip | None = None,
 ) -> GradNorms:
-    """The factor with which the joint 2-norm of all gradients is at most `max_norm`; 0: any norm.
+    """The norms of all gradients, and the factor that clips the joint one to `max_norm`; 0: none.
 
     `parameters` are those of this rank's pipeline stages. Their gradients contain `scale`, the loss
     scale; the norms do not, and the factor removes it. With `adaptive`, each unit, such as a row of

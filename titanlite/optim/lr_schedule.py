@@ -129,15 +129,15 @@ class RateSchedule:
         return self.length.tokens if self.config.in_tokens else self.length.steps
 
     @property
-    def _set_warmup(self) -> int:
-        """Length of the warmup as it is set, which may be more than the schedule has."""
+    def _configured_warmup(self) -> int:
+        """Length of the warmup in the settings, which may be more than the schedule has."""
         config = self.config
-        set_value = config.warmup_tokens if config.in_tokens else config.warmup_steps
-        return DEFAULT_WARMUP_STEPS if set_value is None else set_value
+        warmup = config.warmup_tokens if config.in_tokens else config.warmup_steps
+        return DEFAULT_WARMUP_STEPS if warmup is None else warmup
 
     @property
     def _warmup(self) -> int:
-        return min(self._set_warmup, self.total)
+        return min(self._configured_warmup, self.total)
 
     @property
     def _decay(self) -> int:
@@ -157,7 +157,7 @@ class RateSchedule:
 
     def warning(self) -> str:
         """A warning where the warmup is longer than the schedule; otherwise an empty string."""
-        unit, warmup, total = self.config.unit, self._set_warmup, self.total
+        unit, warmup, total = self.config.unit, self._configured_warmup, self.total
         if warmup <= total:
             return ""
         return (

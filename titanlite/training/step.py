@@ -135,7 +135,7 @@ def compute_gradients(
         hook.before_forward(inputs, set_phase)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase) / scale
     losses = all_reduce_sum(mesh.loss, own_losses.clone())
-    loss, depths = losses[0], losses[2:].view(2, -1)
+    loss, depth_sums = losses[0], losses[2:].view(2, -1)  # see `sums_of_depths`
     for hook in settings.hooks:
         hook.after_backward()
     set_phase("step")
@@ -159,7 +159,7 @@ def compute_gradients(
         own_norms=norms.own,
         grad_factor=norms.factor,
         own_losses=own_losses[:2],
-        mtp_losses=depths[0] / depths[1].clamp(min=1e-12) if depths.numel() else None,
+        mtp_losses=depth_sums[0] / depth_sums[1].clamp(min=1e-12) if depth_sums.numel() else None,
         lr=lr,
         samples=samples,
         tokens=tokens,
