@@ -121,14 +121,14 @@ class MixtureSegment:
     def position_after(self, source: int, draws: int) -> int | None:
         """First position at which a source was drawn `draws` times; None: no run is that long."""
         needed = draws - self.drawn[source]
-        after = 1
-        while self.quotas.count_before(after)[source] < needed:
-            after *= 2
-            if after * BLOCK > 1 << 60:
+        blocks = 1
+        while self.quotas.count_before(blocks)[source] < needed:
+            blocks *= 2
+            if blocks * BLOCK > 1 << 60:
                 return None
         # the first block at whose end the source was drawn often enough
         block = bisect_left(
-            range(after), needed, key=lambda b: self.quotas.count_before(b + 1)[source]
+            range(blocks), needed, key=lambda b: self.quotas.count_before(b + 1)[source]
         )
         in_block = needed - self._count_before(block)[source]
         sources, _ = self._source_in_block(block, np.arange(BLOCK))

@@ -175,7 +175,7 @@ class Decoder(nn.Module):
         ropes = self._compute_ropes(positions)
         if documents is None and self.index_documents is not None:
             documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
-        predictors = {} if labels is None else mtp.find_predictors(self.layers)
+        predictors = {} if labels is None or ahead is None else mtp.find_predictors(self.layers)
         if predictors and ahead is not None:
             x, *embedded = mtp.embed_ahead(self, tokens, ahead)
         else:
@@ -190,8 +190,7 @@ class Decoder(nn.Module):
             rope = [ropes.get(self.rotary[name]) for name in predictors]
             x = mtp.predict_ahead(predictors.values(), x, embedded, rope, documents)
             labels = torch.cat((labels, *ahead[..., 1].unbind(-1)))
-        depths = 0 if ahead is None else len(predictors)
-        return x if self.output is None else self.output(x, labels=labels, depths=depths)
+        return x if self.output is None else self.output(x, labels=labels, depths=len(predictors))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, T, D] of tokens [B, T]."""

@@ -56,9 +56,9 @@ def apply_fsdp(
     Parameters that need not be sharded, moved or cast stay as they are.
     """
 
-    def needs_fsdp(parameters: set[nn.Parameter], mesh: DeviceMesh) -> bool:
+    def needs_fsdp(parameters: set[nn.Parameter], ranks: DeviceMesh) -> bool:
         casts = any(p.dtype != policy.compute_dtype or _to_float8(p) for p in parameters)
-        return mesh.size() > 1 or policy.offload or casts
+        return ranks.size() > 1 or policy.offload or casts
 
     of_experts = {p for module in experts.values() for p in module.parameters()}
     plain = set() if needs_fsdp(of_experts, mesh.experts.fsdp) else of_experts
@@ -72,12 +72,12 @@ def apply_fsdp(
     keeps = mesh.fsdp.size() * mesh.experts.fsdp.size() == 1 and not (policy.offload or frees_last)
     frees = policy.reshard_after_forward != "never" and not keeps
 
-    def shard(modules: list[nn.Module], frees: bool, mesh: DeviceMesh = mesh.fsdp) -> None:
+    def shard(modules: list[nn.Module], reshard: bool, ranks: DeviceMesh = mesh.fsdp) -> None:
         fully_shard(
             modules,
-            mesh=mesh,
-            reshard_after_forward=frees,
-            shard_placement_fn=partial(_place_shards, mesh),
+            mesh=ranks,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_place_shards, ranks),
             # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
             mp_policy=MixedPrecisionPolicy(
                 policy.compute_dtype, REDUCE_DTYPE, cast_forward_inputs=False
@@ -90,7 +90,7 @@ def apply_fsdp(
         # Gradients are summed: the loss is already divided by the tokens of the global batch.
         group.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
         # a factor for one rank would cost torch before 2.15 a second gradient
-        if mesh.size() > 1:
+        if ranks.size() > 1:
             group.set_gradient_divide_factor(1.0)
 
     for module in experts.values():
