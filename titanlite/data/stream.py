@@ -243,7 +243,8 @@ def open_sample_stream(
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
         raise DataError(
-            f"sources: {names}: there must be at least one source, and each needs its own name."
+            f"their names are {names}: there must be a source, and each needs its own name.",
+            fix="Rename sources: the name seeds the order of the samples.",
         )
     check_bos({source.name: source.bos for source in opened})
     return SampleStream(opened, seq_len, seed, tokenizer, mixture or MixtureConfig())
