@@ -90,7 +90,7 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
     deadline = began + 60 * limit if limit else None
-    # wherever it is: two jobs may share it
+    # local or remote: two jobs may have the same one
     shared = {"checkpoint.folder": job.checkpoint_folder} if job.config.checkpoint.saves else {}
     with (
         join_process_group(device, comm, job.config.debug, job.folder, report) as rank,
@@ -100,8 +100,8 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
             comm.init_timeout_seconds,
             job.folder,
             rank.start_id,
-            job.config.checkpoint.timeout_seconds,
-            comm.flight_recorder(job.folder),
+            disk_timeout_seconds=job.config.checkpoint.timeout_seconds,
+            recorder=comm.flight_recorder(job.folder),
         ) as watchdog,
         lock_run_folders(job.folder, shared, lambda: counters.step) as lock,
         report.printing_errors(),  # before the lock and the watchdog end, which can block

@@ -151,7 +151,7 @@ def check_tensor_parallel(
     key = "parallelism.tensor_parallel_degree"
     for field in ("n_heads", "hidden_dim", "linear_key_heads"):
         if field not in sizes.__dataclass_fields__:
-            continue  # the width of experts, which check_expert_parallel checks
+            continue  # of other families; check_expert_parallel checks the width of experts
         size = getattr(sizes, field)
         if size % tensor:
             yield ConfigError(

@@ -33,7 +33,8 @@ class SpmdEngine:
         reduce_every_microbatch: bool,
     ):
         self._model, self._tokens, self._device = sharded.model, tokens, device
-        self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
+        self._microbatch_size = microbatch_size
+        self._reduce_every_microbatch = reduce_every_microbatch
         self._sums, self._routers = GradientSums([sharded.model]), find_routers(sharded.model)
         self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
 
@@ -50,7 +51,7 @@ class SpmdEngine:
         microbatches = batch.split(self._microbatch_size)
         for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
-            self._sums.begin_microbatch(self._model, self._reduce_every or last)
+            self._sums.begin_microbatch(self._model, self._reduce_every_microbatch or last)
             for router in self._routers:
                 router.count_only(microbatch.counted)
             set_phase("forward")
