@@ -28,14 +28,9 @@ class Counters:
     # positions around causes of roll-backs: left out, or trained at a lower learning rate
 
     @property
-    def left_out(self) -> int:
-        """Number of positions that roll-backs left out."""
-        return sum(end - first for first, end in self.gaps)
-
-    @property
     def samples(self) -> int:
         """Samples consumed."""
-        return self.position - self.left_out
+        return self.position - sum(end - first for first, end in self.gaps)
 
     @property
     def consumed(self) -> list[tuple[int, int]]:
