@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from titanlite.checkpoint.chunks import Chunk, Chunks, read_chunks, to_dcp_metadata
+from titanlite.checkpoint.chunks import Chunk, read_chunks, to_dcp_metadata
 from titanlite.checkpoint.dcp import (
     BaseStorageReader,
     as_checkpoint_error,
@@ -93,40 +93,31 @@ class _TensorPlanner(DefaultLoadPlanner):
 
 
 class _CheckpointReader(BaseStorageReader):
-    """Reads the tensors `names` of a checkpoint without unpickling: see chunks.py."""
+    """Reads the tensors `names` of a checkpoint without unpickling: see chunks.py.
+
+    Raises CheckpointError, before DCP is called, which would raise another error.
+    """
 
     def __init__(self, folder: StorageFolder, names: Sequence[str], lists_files: bool):
-        self.folder, self.names, self.lists_files = folder, names, lists_files
-        self.chunks: dict[str, Chunks] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.problem: CheckpointError | None = None
+        self.folder = folder
+        self.manifest = read_checkpoint_manifest(folder, sizes=False, files=lists_files)
+        missing = [name for name in names if name not in self.manifest.tensors]
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            fix = "Set [model] as it was saved."
+            if all(name.startswith("optimizer.") for name in missing):
+                fix = (
+                    "Set [optimizer] as it was saved, or start its state from scratch:"
+                    ' checkpoint.exclude_from_loading = ["optimizer"].'
+                )
+            raise CheckpointError(
+                f"{folder}: does not contain {', '.join(missing[:4])}{more}, which this job has.",
+                fix=fix,
+            )
+        self.chunks = read_chunks(folder, self.manifest, names)
 
     def read_metadata(self) -> Metadata:
-        try:
-            manifest = read_checkpoint_manifest(self.folder, sizes=False, files=self.lists_files)
-            missing = [name for name in self.names if name not in manifest.tensors]
-            if missing:
-                more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-                listed = ", ".join(missing[:4]) + more
-                fix = "Set [model] as it was saved."
-                if all(name.startswith("optimizer.") for name in missing):
-                    fix = (
-                        "Set [optimizer] as it was saved, or start its state from scratch:"
-                        ' checkpoint.exclude_from_loading = ["optimizer"].'
-                    )
-                raise CheckpointError(
-                    f"{self.folder}: does not contain {listed}, which this job has.", fix=fix
-                )
-            self.chunks = read_chunks(self.folder, manifest, self.names)
-        except CheckpointError as error:
-            self.problem = error  # if raised here, DCP would raise another error
-            return Metadata({})
-        self.dtypes = {name: DTYPE_OF_NAME[manifest.tensors[name].dtype] for name in self.names}
-        return to_dcp_metadata(manifest, self.chunks)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        if self.problem:
-            raise self.problem
+        return to_dcp_metadata(self.manifest, self.chunks)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[int, ReadItem, Chunk]]] = {}
@@ -144,8 +135,9 @@ class _CheckpointReader(BaseStorageReader):
         self, stream: io.BufferedIOBase, item: ReadItem, chunk: Chunk, planner: LoadPlanner
     ) -> None:
         target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+        dtype = DTYPE_OF_NAME[self.manifest.tensors[name].dtype]
         try:
-            read_part_of_chunk(stream, chunk, self.dtypes[name], item.storage_offsets, target)
+            read_part_of_chunk(stream, chunk, dtype, item.storage_offsets, target)
         except ValueError as error:
             raise damaged_checkpoint(self.folder, f"{name} in {chunk.file}: {error}") from None
         planner.commit_tensor(item, target)
