@@ -98,7 +98,7 @@ def write_hugging_face(
             }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
-        note = _write_tokenizer(folder, tokenizer, model)
+        note = _write_tokenizer(folder, model)
         folder.write_atomically(CONFIG_FILE, json.dumps(config, indent=2).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: could not be written: {error}.") from error
@@ -215,15 +215,13 @@ def _write_json(folder: StorageFolder, name: str, content: dict[str, Any]) -> No
         stream.write(json.dumps(content, indent=2).encode())
 
 
-def _write_tokenizer(
-    folder: StorageFolder, tokenizer: Tokenizer | None, model: ModelToExport
-) -> str:
+def _write_tokenizer(folder: StorageFolder, model: ModelToExport) -> str:
     """Write the files of transformers' AutoTokenizer; returns a sentence about them."""
     if isinstance(generation := model.published.get("generation_config"), dict) and generation:
         _write_json(folder, "generation_config.json", generation)
+    tokenizer, bos = model.tokenizer, model.bos
     if tokenizer is None:
         return "No tokenizer: the model was trained on token ids only."
-    bos = model.bos
     content = to_tokenizer_json(tokenizer, bos=bos)
     with folder.open_for_writing(TOKENIZER_FILE) as stream:
         stream.write(content)

@@ -13,7 +13,6 @@ from titanlite.data.open_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_FILES, 
 from titanlite.data.tokenizer import BYTES
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec
-from titanlite.models.sizes import MAX_LAYERS
 from titanlite.settings import build_dataclass, describe_type
 from titanlite.storage import StorageFolder
 
@@ -158,11 +157,6 @@ def check_model_size(
     To be called before the model is built, which takes memory and time for each layer.
     """
     layers = sizes.n_layers
-    if layers > MAX_LAYERS:
-        raise CheckpointError(
-            f"{folder}: describes a model of {_format_count(layers)} layers; the limit is"
-            f" {MAX_LAYERS:,}."
-        )
     if layers > tensors:
         raise CheckpointError(
             f"{folder}: describes a model of {layers:,} layers, but contains only {tensors:,}"
