@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from titanlite.models import sizes as size
 from titanlite.models.config_json import SAME_AS_LLAMA, StoredPart
-from titanlite.models.mixtral import hugging_face_balancing
 from titanlite.models.mtp import OnePredictionLayer, with_prediction_names
 from titanlite.models.qwen3_next import (
     DEBUG,
@@ -30,7 +29,6 @@ from titanlite.models.qwen3_next import (
     SharedHidden,
 )
 from titanlite.models.qwen3_next import NAMES as NEXT_NAMES
-from titanlite.models.router import NO_BALANCING
 from titanlite.settings import Range
 
 
@@ -164,12 +162,7 @@ QWEN3_5 = replace(
     build=partial(Qwen3Next, linear=SplitDeltaNet),
     tp_plan={**QWEN3_NEXT.tp_plan, **TP_PLAN},
     hugging_face=HUGGING_FACE,
-    load_balancing=lambda sizes: NO_BALANCING,
 )
 QWEN3_5_MOE = replace(
-    QWEN3_5,
-    name="qwen3_5_moe",
-    flavors=MOE_FLAVORS,
-    hugging_face=MOE_HUGGING_FACE,
-    load_balancing=lambda sizes: hugging_face_balancing(0.001, sizes),
+    QWEN3_5, name="qwen3_5_moe", flavors=MOE_FLAVORS, hugging_face=MOE_HUGGING_FACE
 )

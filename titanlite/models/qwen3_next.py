@@ -376,7 +376,7 @@ def check_qwen3_next_sizes(sizes: Any) -> Iterator[ConfigError]:
         )
 
 
-def _load_balancing(sizes: Qwen3NextSizes) -> LoadBalancing:
+def _load_balancing(sizes: HybridSizes) -> LoadBalancing:
     return hugging_face_balancing(0.001, sizes) if sizes.n_experts else NO_BALANCING
 
 
