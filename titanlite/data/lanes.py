@@ -230,15 +230,15 @@ class Lane:
         if self._next is None or index < self._next:
             self._next, state = self.state_at(index)  # the last known one
             self._samples.reset(state)
-        sample = None
-        while self._next is not None and self._next <= index:
+        while True:
             if self._next > self._states[-1][0]:
                 self._states.append((self._next, self._samples.state_dict()))
             sample = next(self._samples)
             self._next += 1
+            if self._next > index:
+                break
         while len(self._states) > max(_MIN_KEPT_STATES, keep):
             self._states.popleft()
-        assert sample is not None
         return sample
 
     def state_at(self, index: int) -> tuple[int, LaneState]:

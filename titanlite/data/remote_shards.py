@@ -155,10 +155,7 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
     compare_listing(url, shard_files, manifest)
     samples = _verify(folder, manifest, checks)
     shards = _open_shards(folder, manifest, samples)
-    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, present))
-    if corpus.tokens == 0:
-        raise DataError(f"{url}: contains no tokens.")
-    return corpus
+    return Corpus(url, shards, manifest, RemoteFiles(folder, present))
 
 
 def _open_shards(

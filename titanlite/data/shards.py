@@ -56,7 +56,7 @@ def id_type_of(vocab_size: int) -> np.dtype:
 
 
 class Corpus(TokenSource):
-    """The shards of a corpus, read as one sequence of `tokens` ids."""
+    """The shards of a corpus, read as one sequence of `tokens` ids; DataError if it has none."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class Corpus(TokenSource):
         self.path, self.manifest, self._files = path, manifest, files
         self._shards = [shard for shard in shards if shard.tokens]
         self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
-        self.tokens = int(self._ends[-1]) if self._shards else 0
+        if not self._shards:
+            raise DataError(f"{path}: contains no tokens.", fix=_PREPARE)
+        self.tokens = int(self._ends[-1])
         files.expect(len(self._shards))
         self.fingerprint = self._hash_content(shards)
         samples = [shard.sample for shard in shards if shard.sample is not None]
@@ -195,10 +197,7 @@ def open_corpus(
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{error.filename or path}: cannot be read ({reason}).") from None
-    corpus = Corpus(str(path), shards, manifest, files or OpenFiles())
-    if corpus.tokens == 0:
-        raise DataError(f"{path}: contains no tokens.", fix=_PREPARE)
-    return corpus
+    return Corpus(str(path), shards, manifest, files or OpenFiles())
 
 
 def _read_and_compare_manifest(
