@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.log import logger
 from titanlite.metrics.jsonl import MEASUREMENTS, ROLLBACK_EVENT
 
 _GROUPS = {  # of keys of step records; a prefix groups the charts. The others are in train/
@@ -87,15 +86,6 @@ class WandbSink:
 
     def close(self) -> None:
         self.run.finish()
-
-
-def start_wandb(folder: Path, job: dict[str, Any]) -> WandbSink | None:
-    """A W&B run; None, and a logged error, where the service refuses or cannot be reached."""
-    try:
-        return WandbSink(folder, job)
-    except Exception as error:
-        logger.error("Weights & Biases could not be started and gets no records: %r", error)
-        return None
 
 
 def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

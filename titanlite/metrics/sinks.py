@@ -87,9 +87,13 @@ def open_wandb(run: SinkContext) -> Sink | None:
     """The sink of Weights & Biases; None if it is disabled, or if the service refuses."""
     if not run.config.enable_wandb:
         return None
-    from titanlite.metrics.services import start_wandb
+    from titanlite.metrics.services import WandbSink
 
-    return start_wandb(run.folder, run.job)
+    try:
+        return WandbSink(run.folder, run.job)
+    except Exception as error:  # any error of a foreign package: the run needs no records there
+        logger.error("Weights & Biases could not be started and gets no records: %r", error)
+        return None
 
 
 def open_console(run: SinkContext) -> Console:
