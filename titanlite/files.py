@@ -102,8 +102,7 @@ def write_file_atomically(path: Path, content: bytes) -> None:
 def make_private_folder(parent: Path | None = None) -> Path:
     """This user's folder in `parent`, or in the temporary folder.
 
-    Its name can be guessed, so another user could have made it: raises OSError if other users can
-    write to it.
+    Raises OSError if others can write to it: its name can be guessed, so they may have made it.
     """
     folder = (parent or Path(tempfile.gettempdir())) / f"titanlite_{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

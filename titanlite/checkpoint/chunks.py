@@ -2,8 +2,7 @@
 
 A chunk is the part of a tensor that one rank has written. DCP records the locations in `.metadata`,
 a pickle, which is written for DCP's own tools and never read here. `chunks.json` is separate from
-the manifest, because the manifest is read at every save, and thousands of ranks have millions of
-chunks.
+the manifest, which is read at every save: thousands of ranks have millions of chunks.
 """
 
 from __future__ import annotations

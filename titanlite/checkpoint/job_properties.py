@@ -70,8 +70,7 @@ def check_job_properties(
 def _until(position: int, properties: dict[str, Any]) -> dict[str, Any]:
     """The properties without phases that begin at `position` or later, and without their sources.
 
-    They decide only later samples. So a run may change its future weights, and add a source for a
-    later phase.
+    They decide only later samples. So a run may change later weights, and add a source for them.
     """
     phases = {
         start: weights

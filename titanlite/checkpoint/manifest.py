@@ -92,8 +92,7 @@ def read_checkpoint_manifest(
     With `files` = False, the other files are not even listed: when thousands of ranks read the
     manifest, one of them lists the thousands of files.
 
-    Every name, number and type is checked, because a checkpoint may come from a stranger. Raises
-    CheckpointError.
+    Checks every name, number and type: it may come from a stranger. Raises CheckpointError.
     """
     try:
         file_sizes = folder.sizes() if files else {MANIFEST_FILE: folder.size_of(MANIFEST_FILE)}

@@ -65,8 +65,7 @@ class HostStaging:
     """Copies a state into the same host memory every time.
 
     Allocating memory takes longer than the copy, because the kernel clears it page by page. With
-    `pinned`, a CUDA device copies asynchronously, in the order of its stream: before any kernel
-    that is enqueued later.
+    `pinned`, a CUDA device copies asynchronously, before any kernel that is enqueued later.
     """
 
     def __init__(self, pinned: bool):

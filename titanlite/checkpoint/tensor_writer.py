@@ -222,8 +222,7 @@ class CollectiveSave:
     for this, and then sends the metadata of all chunks to every rank. Here the plans are sent along
     a tree of ranks, and only if one of them has changed, and the metadata stays on rank 0. (DCP's
     own `enable_plan_caching` still sends the metadata, and after a save that failed, the next one
-    fails with a KeyError; torch 2.11 to 2.15.) Plans are objects of DCP: like `dcp.save`, ranks
-    exchange them as pickles.
+    fails with a KeyError; torch 2.11 to 2.15.) Plans are exchanged as pickles, as by `dcp.save`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):

@@ -21,8 +21,7 @@ _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only 
 def prefetch(read: Callable[..., T], slices: Iterable[Slice], ahead: int = 2) -> Iterator[T]:
     """Yield `read(*slice)` for each slice, reading `ahead` batches, at least 1, in the background.
 
-    An error of `read` is raised at the batch it belongs to. The thread ends with the iterator,
-    however that ends.
+    An error of `read` is raised at its batch. The thread ends with the iterator in any case.
     """
     slices = iter(slices)
     reader = BackgroundReader(read)

@@ -7,8 +7,7 @@ A shard is NAME.bin (the ids, document after document) and NAME.idx:
     8 bytes   D, documents + 1              S int32   length of each sequence, in ids
     S int64   its first byte in the .bin    D int64   first sequence of each document, then S
 
-All numbers are little-endian. A corpus is one shard, or a folder of shards in the order of their
-names.
+All numbers are little-endian. A corpus is one shard, or a folder of shards, ordered by name.
 """
 
 from __future__ import annotations

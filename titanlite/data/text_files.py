@@ -44,8 +44,7 @@ _BUFFER_BYTES = 1 << 20
 class FileRange:
     """A file, or a part of a file: bytes [start, end), or row groups [start, end) of a .parquet.
 
-    `prepare` hashes the fields with their names, so after renaming a field it would prepare all
-    text again.
+    `prepare` hashes the fields with their names: to rename one is to prepare all text again.
     """
 
     path: str  # or URL

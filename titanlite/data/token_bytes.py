@@ -15,8 +15,7 @@ def bytes_of_tokens(
     """The bytes of each id; b"" for special tokens and ids without a token.
 
     `table` is the content of the tokenizer.json, `tokens` has the token of each id. The bytes of
-    the ids of a text, one after the other, are that text as the tokenizer decodes it behind
-    other text.
+    all ids of a text are that text as the tokenizer decodes it behind other text.
     """
     special = {entry["id"] for entry in table.get("added_tokens") or [] if entry.get("special")}
     types = set(_decoder_types(table.get("decoder")))
@@ -26,8 +25,7 @@ def bytes_of_tokens(
             b"" if token is None or id in special else _unspell(token, spelled)
             for id, token in enumerate(tokens)
         ]
-    # A decoder may treat the first token of a text differently, so each one is decoded after
-    # another.
+    # each is decoded behind another one: a decoder may treat the first token of a text differently
     first = next((i for i in range(len(tokens)) if i not in special and decode([i]).isalpha()), 0)
     skipped = len(decode([first]).encode())
     has_bytes = "ByteFallback" in types

@@ -27,8 +27,7 @@ class TokenSource(Protocol):
 
     To add a data format, subclass this: set `tokens` and `fingerprint`, and implement `gather`. A
     source has no state: a position always gives the same id. The caller shuffles, mixes, repeats
-    epochs, and checks that ids are inside the vocabulary. Each document ends with the EOS id of
-    the tokenizer.
+    epochs, and checks that ids are inside the vocabulary. Each document ends with the EOS id.
     """
 
     tokens: int  # number of ids; at least one
@@ -37,8 +36,7 @@ class TokenSource(Protocol):
     # only if it is unchanged. If hashing all ids takes too long, hash what the files record about
     # themselves, and set `content_sample` to detect replaced files.
     content_sample: str | None = None
-    # Hash of a sample of the files' blocks, read when the source is opened. Checkpoints store it
-    # too. None: not computed
+    # hash of some blocks of the files, read when the source is opened, for checkpoints; None: none
     record: SourceRecord | None = None  # None: the files record nothing
     packed_seq_len: int | None = None
     # The samples of a packed source are its windows of this many tokens and one id more, which
@@ -69,6 +67,5 @@ class CorpusChecks:
 
 
 # (path, checks, files) -> the opened source; raises DataError or OSError. All sources of a run
-# share the pool `files`, which limits how many files are open; a format with few files need not use
-# it.
+# share the pool `files`, which limits how many are open; a format with few files need not use it.
 SourceOpener = Callable[[str, CorpusChecks, OpenFiles], TokenSource]

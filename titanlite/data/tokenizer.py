@@ -52,8 +52,7 @@ class Tokenizer(ABC):
     # the special tokens whose names are ordinary text in a text; the others are found there
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
-    # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
-    # empty for "bytes"
+    # file name -> content from which `tokenizer_from_bytes` makes an equal one; {} for "bytes"
 
     @property
     def has_bos(self) -> bool:
@@ -105,8 +104,7 @@ def well_formed(text: str) -> str:
 
 def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
     """token -> rank from the lines of a ranks file; `path` is for messages. Raises DataError."""
-    # tiktoken's own reader caches a copy under /tmp by path, and returns it even after the file
-    # has changed
+    # tiktoken's own reader returns its copy under /tmp, even after the file has changed
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:

@@ -73,8 +73,7 @@ def start_all_to_all_rows(
 ) -> tuple[Tensor, Callable[[], object]]:
     """Start to send rows [M, ...] in rank order, `sent` to each rank.
 
-    Returns the buffer of the rows from all ranks, `received` from each, and a function that waits
-    for them.
+    Returns (buffer of the rows from all ranks, `received` from each; function that waits for them).
     """
     buffer = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)

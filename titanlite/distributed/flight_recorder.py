@@ -49,8 +49,7 @@ class FlightRecorder:
         for device_type, backend in backends.items():
             file = self.folder / device_type / f"rank_{rank}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            # The analyzer fails on any other file in that folder, so an incomplete file is written
-            # to the parent folder.
+            # written to the parent folder first: the analyzer fails on any other file in this one
             temporary = self.folder / f"{device_type}_{rank}.tmp"
             temporary.write_bytes(_dump(backend))
             os.replace(temporary, file)

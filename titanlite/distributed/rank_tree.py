@@ -2,8 +2,7 @@
 
 gloo's all-reduce and all-gather pass each value around a ring, so their duration grows with the
 number of ranks; its gather and scatter connect rank 0 to every other rank. Along a tree the
-duration grows with the logarithm of the number of ranks, and the number of connections of a rank
-is bounded.
+duration grows with the logarithm of that number, and a rank has at most three connections.
 """
 
 from __future__ import annotations

@@ -88,8 +88,7 @@ def connect_to_store(seconds: float) -> dist.Store:
 def host_store(seconds: float) -> dist.Store:
     """Host the store of the ranks in this process.
 
-    If MASTER_ADDR is a loopback address, the store listens only there; torch itself would listen on
-    every interface.
+    It listens only on the loopback interface if MASTER_ADDR is one; torch itself on every one.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     fd, timeout = None, timedelta(seconds=seconds)
@@ -111,8 +110,7 @@ def is_loopback(address: str) -> bool:
 def bind_gloo_to_loopback(world_size: int) -> None:
     """Make gloo listen on the loopback interface if all ranks are on one machine.
 
-    A GLOO_SOCKET_IFNAME that the user has set is kept. NCCL is not changed here; the user can set
-    NCCL_SOCKET_IFNAME=lo.
+    A GLOO_SOCKET_IFNAME of the user stays. NCCL is not changed; NCCL_SOCKET_IFNAME is the user's.
     """
     if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         return
@@ -125,10 +123,9 @@ def connect_gloo_on_demand() -> None:
     """Let gloo connect two ranks when they first exchange data, instead of all ranks at once.
 
     Otherwise each group needs a socket for every rank in it, and its creation exchanges a number of
-    addresses that grows with the square of the number of ranks. torch reads
-    TORCH_GLOO_LAZY_INIT whenever it creates a group (2.11 to 2.15). Only gloo's TCP transport on
-    Linux supports this; the others refuse (torch's GlooDeviceFactory.cpp). A setting of the user
-    stays.
+    addresses that grows with the square of the number of ranks. torch reads TORCH_GLOO_LAZY_INIT
+    whenever it creates a group (2.11 to 2.15). Only gloo's TCP transport on Linux supports this;
+    the others refuse (torch's GlooDeviceFactory.cpp). A setting of the user stays.
     """
     if sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

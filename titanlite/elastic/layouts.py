@@ -81,8 +81,7 @@ def check_elastic_job(config: Any, ranks: int, check: Callable[[Any, int], Check
 def _find_layouts(section: ParallelismConfig, batch: int) -> list[ElasticLayout]:
     """The layouts with the degrees of `section`, the largest first.
 
-    At most one data-parallel rank for each sequence of a batch; at least one layout, which may be
-    invalid.
+    None has more data-parallel ranks than a batch has sequences. If none is valid, an invalid one.
     """
     unit, found = prod(getattr(section, d.key) for d in DIMENSIONS if d.name != "shard"), []
     for shard in range(batch // section.data_parallel_replicate_degree, 0, -1):

@@ -2,8 +2,7 @@
 
 What is loaded and skipped is a pure function of the run's progress. Nothing depends on when the
 trouble was noticed, on the time, or on what an earlier process of the run did: until the next save,
-a restart loads one of the checkpoints from before the roll-back, meets the same trouble, and takes
-the same decision.
+a restart loads a checkpoint from before the roll-back, and meets and decides the same.
 """
 
 from __future__ import annotations

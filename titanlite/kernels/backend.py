@@ -39,8 +39,7 @@ KERNELS = {  # in the order in which a deterministic run tries them: it uses the
 }
 FLASH_PACKAGES = ("fa3", "fa4")  # installed as packages of their own
 CPU_KERNELS = ("flash", "math")
-# Support variable-length sequences, and sinks. cuDNN would make a plan for each set of documents,
-# and has no windows.
+# For documents of any length, and sinks. cuDNN has no windows, and a plan for each set of documents
 DOCUMENT_KERNELS = ("flash", *FLASH_PACKAGES)
 # Return the log-sum-exp that merging partial results needs.
 CONTEXT_PARALLEL_KERNELS = ("flash", "cudnn", *FLASH_PACKAGES)
@@ -221,8 +220,7 @@ class _KernelTrial:
         ]
         # In memory as in training, [B, T, H, K] in that order. cuDNN's backward keeps what it built
         # for the first gradient, and looks it up by the strides of q, k and v alone (torch 2.11,
-        # MHACacheKeyWrapper in MHA.cpp): a later gradient in another order gave wrong gradients of
-        # q on an H100.
+        # MHACacheKeyWrapper in MHA.cpp): after a gradient in another order, that of q was wrong.
         grad = inputs[0].clone()
         if self.context_degree > 1:
             return partial(self._run_tiles, name, inputs, grad)

@@ -80,8 +80,7 @@ class DecayGate(ParametersOfHeads):
     def forward(self, a: Tensor) -> Tensor:
         rate, bias = self._local(self.A_log).float().exp(), self._local(self.dt_bias).float()
         x = a.float() + bias
-        # softplus; the backward of F.softplus returns strides that the compiler does not expect
-        # (torch 2.13, on a CPU)
+        # softplus; F.softplus returns gradients of other strides than the compiler expects (2.13)
         return -rate * torch.logaddexp(x, torch.zeros_like(x))
 
 
@@ -127,8 +126,7 @@ def short_convolution(
 ) -> Tensor:
     """SiLU of the causal convolution of x [B, T, D] with the rows of weight [D, W].
 
-    `before` [B, W - 1, D]: the inputs before x. `starts` [B, T]: where documents start, which see
-    nothing of earlier ones.
+    `before` [B, W - 1, D]: the inputs before x. `starts` [B, T]: where documents start.
     """
     inputs, out, tokens = torch.cat([before, x], 1), x * weight[:, -1], x.shape[1]
     hidden = None  # tokens whose document started less than `distance` tokens before

@@ -1,11 +1,9 @@
 """Attention within documents that are packed into one sequence.
 
 Each token attends only to its own document, whose positions count from 0. The positions alone mark
-where documents begin. A sequence that begins in the middle of a document treats the rest of it as a
-document.
+where documents begin. What a sequence has of a document that began before it is a document.
 
-The host finds the documents before their tokens are on the device, so that no forward waits for the
-device.
+The host finds the documents before their tokens are on the device: no forward waits for it.
 """
 
 from __future__ import annotations

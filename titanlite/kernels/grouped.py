@@ -1,8 +1,7 @@
 """Grouped matmul: rows sorted by expert, each group of rows times the matrix of its expert.
 
 One kernel on a GPU that has one for the dtype and the sizes, and one matmul per expert elsewhere.
-On a CPU the loop is no slower than torch's grouped kernel, which is such a loop there, and accepts
-every dtype and size.
+On a CPU, where torch's grouped kernel is such a loop too, ours accepts every dtype and size.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class RowGroups(NamedTuple):
 def row_groups(counts: Tensor, x: Tensor, *weights: Tensor) -> RowGroups:
     """The groups of `counts` [E], for grouped matmuls of `x` by one of `weights` after the other.
 
-    A weight is [E, out, in]. The host waits for the device once if there is no grouped kernel for
-    these operands.
+    A weight is [E, out, in]. Without a grouped kernel for them, the host waits for the device once.
     """
     ends = counts.cumsum(0, dtype=torch.int32)
     uses_kernel = len(x) > 0 and has_grouped_kernel(x, *weights)  # it rejects a sum over no rows

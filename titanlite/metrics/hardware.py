@@ -14,9 +14,8 @@ import torch
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.25) -> float:
     """FLOP/s of the fastest of the large matmuls that fit into `seconds`; at least three run.
 
-    Training uses three layouts (x W^T in forward, dy W and dy^T x in backward), whose kernels may
-    differ: in float16 on a CPU, the first is 7 times as fast as the second. The peak is that of the
-    fastest layout.
+    Of the three layouts in training (x W^T in forward, dy W and dy^T x in backward) the fastest
+    counts: in float16 on a CPU, the first is 7 times as fast as the second.
     """
     size = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone

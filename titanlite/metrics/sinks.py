@@ -103,8 +103,7 @@ def open_console(run: SinkContext) -> Console:
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
-    # name of a sink -> its builder, which returns None where the sink is disabled or unavailable; a
-    # new sink is one line here
+    # name -> builder, which returns None for a disabled or unavailable sink; add a sink here
     "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps, run.rollbacks),
     "tensorboard": open_tensorboard,
     "wandb": open_wandb,
@@ -175,8 +174,7 @@ class MetricSinks:
     def close(self) -> None:
         """Close all sinks; later records are dropped.
 
-        A sink that takes longer than `CLOSE_SECONDS`, such as a service that does not answer, is
-        abandoned.
+        One that takes longer than `CLOSE_SECONDS`, as a service may, is abandoned.
         """
         while self.sinks:
             sink = self.sinks.pop()

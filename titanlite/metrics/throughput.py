@@ -41,9 +41,8 @@ class ThroughputMeter:
     """Measures the steps since the last reading, without validation and saving.
 
     All time belongs to one of three phases: computing a step, waiting for its batch, or a pause. On
-    a GPU the phases are those of the device, marked by events in its stream. The host runs ahead
-    and waits for the events only in `read`; a batch that arrives while the device is still busy
-    costs no time.
+    a GPU the phases are those of the device, marked by events in its stream. The host waits for the
+    events only in `read`; a batch that arrives while the device is still busy costs no time.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ def implied_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     window = config.get(WINDOW_KEY, WINDOW)
     if window is not None and config.get("layer_types"):
-        # AutoModel then builds Ministral, which follows layer_types, and MistralForCausalLM ignores
-        # them.
+        # AutoModel then builds Ministral, which follows layer_types; MistralForCausalLM does not.
         raise CheckpointError(
             f"config.json has layer_types, and {WINDOW_KEY} = {window!s:.80} for all"
             " layers: they may contradict each other.",

@@ -71,8 +71,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups) -
 
 # Lets experts compute rows, wherever the experts are: (experts, rows, counts) starts to send this
 # rank's rows [M, D], sorted by expert, to their experts. The returned function returns their
-# outputs [M, D] in the same order. `counts` [E], int64 on the device: this rank's rows for each of
-# all experts.
+# outputs [M, D] in the same order. `counts` [E], int64 on the device: its rows per expert.
 TokenDispatch = Callable[[GroupedExperts, Tensor, Tensor], Callable[[], Tensor]]
 
 

@@ -7,8 +7,7 @@ With h_0, the output of the last norm, and depth k = 1, 2, …
     logits of t_{i+k+1} = output(norm''_k(h_k))
 
 at position i. All depths use the model's embedding and output layer, its positions and documents.
-The embedding comes first, as vLLM's deepseek_mtp.py reads the published weights; the report swaps
-the two halves.
+The embedding comes first, as in the published weights (vLLM's deepseek_mtp.py), not in the report.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ HUGGING_FACE = HuggingFaceMapping(
 
 FLAVORS = {
     "debugmodel": Olmo2Sizes(256, 4, 8, 4, 768, vocab_size=2048),
-    # config.json of https://huggingface.co/allenai/OLMo-2-0425-1B, OLMo-2-1124-7B, -13B and
-    # OLMo-2-0325-32B
+    # config.json of https://huggingface.co/allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B, -0325-32B
     "1B": Olmo2Sizes(2048, 16, 16, 16, 8192),
     "7B": Olmo2Sizes(4096, 32, 32, 32, 11_008),
     "13B": Olmo2Sizes(5120, 40, 40, 40, 13_824),

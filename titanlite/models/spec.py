@@ -91,8 +91,7 @@ class ModelSpec(Generic[SizesT]):
     output_path: str = "output"  # the OutputLayer
     attention_sinks: bool = False  # of CausalAttention, which few kernels can compute
     head_projections: Sequence[str] = ()
-    # name patterns of the linear layers whose output is heads of `head_width` features: queries,
-    # keys and values
+    # name patterns of the linear layers to heads of `head_width` features: queries, keys, values
     load_balancing: Callable[[SizesT], LoadBalancing] = lambda sizes: NO_BALANCING
     # unless [experts] says otherwise
     init_std: float = 0.02  # of initial weights, by `init_roles`; as GPT-2 and most models since

@@ -44,9 +44,8 @@ _STEPS = [
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Approximately the nearest semi-orthogonal matrix to each of `matrices`: [m, n] or [B, m, n].
 
-    U V^T for a matrix U S V^T, in its dtype. A singular value of 0.001 times the Frobenius norm
-    becomes 0.84; smaller ones become less. A matrix of zeros stays zero. The result does not depend
-    on the matrix's scale.
+    U V^T for a matrix U S V^T, in its dtype and whatever its scale. A singular value of 0.001 times
+    the Frobenius norm becomes 0.84; smaller ones become less. A matrix of zeros stays zero.
     """
     transpose = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if transpose else matrices
@@ -105,8 +104,7 @@ class MuonKeys(AdamRuleKeys):
             moment_rates=("muon_momentum",),
             hidden_only=True,
             parameter_options=parameter_options,
-            # No muP rule per head: the rows of a head do not grow with the width, those of the
-            # whole matrix do.
+            # per head there is none: its rows do not grow with the width, as those of a matrix do
             mup_rule=None if self.muon_per_head else orthogonal_update,
         )
 

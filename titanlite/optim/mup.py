@@ -2,8 +2,7 @@
 
 An update should change the outputs of each matrix as much in a wide model as in a narrow one. With
 the update's size for learning rate 1, the spectral condition (https://arxiv.org/abs/2310.17813)
-gives the learning rate: the spectral norm of an update must be proportional to the square root of
-fan-out / fan-in.
+gives the learning rate: an update's spectral norm must be proportional to sqrt(fan-out / fan-in).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 While a block runs forward, the tensors of the block before are copied to the host; while it runs
 backward, those of the block before are copied back. So a GPU with a fast bus hides both, and two
 blocks' activations are on the device. The last two blocks are copied only if another forward
-follows before their backward, as in pipelines; then the activations of three blocks are on the
-device for a moment.
+follows before their backward, as in pipelines; then those of three are there for a moment.
 """
 
 from __future__ import annotations

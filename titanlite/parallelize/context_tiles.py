@@ -130,8 +130,7 @@ def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
     and the tile's offset. `positions` [B, T] are those of this rank's tokens in their documents.
 
     The tokens of a document within one chunk form a causal tile. If the document began before the
-    chunk, they also attend to its tokens in earlier chunks, on any rank. Waits for the device if
-    `positions` are there.
+    chunk, they also attend to its tokens in earlier chunks, on any rank. Waits for `positions`.
     """
     tokens, table = positions.shape[1], []
     chunks_of_all_ranks = [

@@ -264,9 +264,8 @@ def select_float8_layers(
 ) -> tuple[list[str], dict[str, str]]:
     """(names of the linear layers that become Float8, reason for each that does not).
 
-    "auto_filter_small_kn" uses torchao's measurements: tensorwise needs more than 1,024 outputs or
-    4,096 inputs; rowwise more than 2,048 outputs and 1,024 inputs, and more than 4,096 outputs or
-    2,048 inputs.
+    "auto_filter_small_kn" is torchao's: tensorwise needs more than 1,024 outputs or 4,096 inputs;
+    rowwise more than 2,048 outputs and 1,024 inputs, and more than 4,096 outputs or 2,048 inputs.
     """
     selected, excluded = [], {}
     filters = [name for name in config.filter_fqns if name != AUTO_FILTER]
@@ -299,8 +298,7 @@ def select_float8_layers(
 def select_linear_styles(config: Float8Config) -> Callable[[nn.Module], LinearStyles]:
     """Return a function from a linear layer to its tensor-parallel styles.
 
-    torchao's styles cast activations to Float8 before they all-gather them, which needs one scale
-    per tensor.
+    torchao's styles all-gather activations in Float8, which needs one scale per tensor.
     """
     if config.recipe_name != "tensorwise":
         return lambda layer: DEFAULT_STYLES

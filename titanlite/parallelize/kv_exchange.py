@@ -94,8 +94,7 @@ class KVRing(KVExchange):
         yield last, shard
 
     def sum_gradients(self, own: Tensor, gradient_of: ShardGradient) -> Tensor:
-        # A shard's gradient follows the shard around the ring, one step behind; every rank adds
-        # its part.
+        # A shard's gradient follows it around the ring, one step behind; every rank adds its part.
         wait_for_sum: Callable[[], Tensor] | None = None
         for source, keys_values in self.iterate_shards(own):
             gradient = gradient_of(source, keys_values)

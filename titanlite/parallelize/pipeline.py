@@ -33,8 +33,7 @@ def build_stage_modules(
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """(one module with all layers of a pipeline rank, {stage: its model}), on the meta device.
 
-    Both contain the same submodules. Names are those of the full model, so checkpoints do not
-    depend on the stages.
+    Both contain the same submodules, with the names of the full model, for checkpoints.
     """
     with torch.device("meta"):
         model = spec.build(sizes)

@@ -52,8 +52,7 @@ def partition_model(
 def balance_stages(costs: Mapping[str, float], stages: int) -> list[list[str]]:
     """Partition modules into contiguous, non-empty stages of balanced cost.
 
-    Minimize the cost of the most expensive stage; among those partitions, minimize the sum of
-    squared stage costs.
+    Minimizes the cost of the most expensive stage, and then the sum of the squared costs.
     """
     names, prefix_sums = list(costs), [0.0, *accumulate(costs.values())]
     limit = _min_max_stage_cost(prefix_sums, stages)

@@ -55,9 +55,8 @@ NORM_FORWARDS = {nn.RMSNorm.forward, nn.LayerNorm.forward, ZeroCentredNorm.forwa
 class LocalForward(ParallelStyle):
     """A module with replicated parameters, and `forward(module, mesh, *inputs)` as its forward.
 
-    The function computes on plain tensors. Each rank has a partial gradient of the parameters, and
-    these are summed in fp32, as FSDP sums gradients; torch's SequenceParallel sums them in the
-    compute dtype.
+    The function computes on plain tensors. The partial gradients of the parameters are summed in
+    fp32, as by FSDP; torch's SequenceParallel sums them in the compute dtype.
     """
 
     def __init__(self, forward: Callable[..., Tensor]):
@@ -204,8 +203,7 @@ class PerHead(ParallelStyle):
 class KeyValueColwise(ParallelStyle):
     """Column-parallel projection to keys or values.
 
-    With fewer heads than ranks, the weight is replicated, and each rank takes the one head that
-    its query heads need.
+    With fewer heads than ranks, the weight is replicated; a rank takes the head its queries need.
     """
 
     def __init__(self, head_width: int, colwise: type[ColwiseParallel]):

@@ -110,8 +110,7 @@ def lock_run_folders(
 def _acquire_all(folders: Mapping[str, StorageFolder]) -> list[Lease | RemoteLease]:
     """Acquire a lease on every folder, or on none.
 
-    The first folder decides which of two jobs that start at once runs: only its holder asks for the
-    others.
+    Of two jobs that start at once, only the holder of the first folder asks for the others.
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():  # two keys may name the same folder

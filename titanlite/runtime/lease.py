@@ -3,8 +3,7 @@
 `lease.json` names the process that holds the folder; its modification time is the heartbeat. A
 holder on this host is alive while its process is. A holder on another host is judged by its
 heartbeat alone: it is dead if the time did not change for `STALE_SECONDS` on our clock, whatever
-other clocks show. Each lease gets a larger number than those before, for fencing; `lease.count`
-counts them.
+other clocks show. Leases are numbered, for fencing; `lease.count` counts them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ conditional puts (S3, Google Cloud Storage). Only the holder rewrites its object
 heartbeat and to release it. So no late heartbeat can undo what another job did.
 
 Without conditional puts, two jobs that start simultaneously can both believe that they hold the
-folder. The later put wins, and the other job notices at its next heartbeat, and before each commit
-and each deletion.
+folder. The later put wins; the other job notices at a heartbeat, and before a commit or deletion.
 """
 
 from __future__ import annotations

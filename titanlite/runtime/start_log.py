@@ -1,8 +1,7 @@
 """Start log: detects crash loops and reports previous failures.
 
-`starts.jsonl` has a line for each start of a run, each roll-back, and each end that could be
-recorded; a process that was killed records no end. Only the rank that holds the folder's lease
-writes the file.
+`starts.jsonl` has a line for each start of a run, each roll-back, and each end, unless the process
+was killed. Only the rank that holds the folder's lease writes the file.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def _toml_value(value: Any, omit_defaults: bool = False) -> str:
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, int) and value.bit_length() > MAX_DECIMAL_BITS:
         return hex(value)
-    # Integers are the same in JSON and TOML. TOML dates are not used as values, but appear in
-    # messages.
+    # integers are as in JSON; dates, which no key has, may be in messages
     return _quote_string(value)
 
 

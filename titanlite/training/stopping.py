@@ -35,8 +35,7 @@ class RankAgreement:
         self._run, self._max_over_ranks = run, run.max_over_ranks
         self._timer = _IterationTimer()
         # Whether torchrun may kill a signalled rank before two steps and a save have ended, but not
-        # before a save alone. The ranks then agree on stops within a step too, which waits for the
-        # device.
+        # before a save alone. Then the ranks agree on stops within a step too: waits for the GPU.
         can_abandon = run.stop_request.limit_seconds is not None
         self._max_over_ranks.start(run.stop_request.reason(0.0), can_abandon)
         self.reason, any_can_abandon = self._max_over_ranks.wait()
