@@ -58,7 +58,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("data/tokenizer_json.py", "data/token_bytes.py", "data/dump.py", "data/urls.py"),
     "data/validation_set.py",
     *("checkpoint/convert.py", "checkpoint/huggingface.py", "checkpoint/huggingface_export.py"),
-    *("checkpoint/memory_save.py", "checkpoint/memory_sets.py", "training/memory_saves.py"),
+    *("checkpoint/memory_save.py", "checkpoint/memory_sets.py", "training/memory_actions.py"),
     *("checkpoint/saved_model.py", "runtime/remote_lease.py", "runtime/watchdog.py"),
     *("runtime/heartbeat.py", "runtime/diagnosis.py", "distributed/flight_recorder.py"),
     *("distributed/host_memory.py", "distributed/time_limit.py", "distributed/error_report.py"),

@@ -72,6 +72,17 @@ class MemoryFile(NamedTuple):
     here: bool = False  # whether its host is that of this rank
 
 
+class ShardPart(NamedTuple):
+    """A part of a shard that a rank reads."""
+
+    file: int  # index in the set
+    begin: int  # first byte of the shard in the file
+    dtype: str
+    sizes: list[int]  # of the shard
+    offsets: list[int]  # of the part in it
+    lengths: list[int]  # of the part
+
+
 def open_host_folder(run: str) -> tuple[Path, str]:
     """(folder of a run's files on this host, a text that only ranks with the same memory have).
 
@@ -202,26 +213,22 @@ class MemorySet:
             self.opened[file.path] = torch.from_file(file.path, size=size, dtype=torch.uint8)
         return self.opened[file.path]
 
-    def read(self, want: list[Any]) -> Tensor:
-        """The part `want`, see `MemoryReader`, of a file on this host."""
-        index, begin, dtype, sizes, offsets, lengths = want
-        nbytes = DTYPE_OF_NAME[dtype].itemsize * math.prod(sizes)
-        shard = self.open(self.files[index])[begin : begin + nbytes].view(DTYPE_OF_NAME[dtype])
-        box = [slice(o, o + n) for o, n in zip(offsets, lengths, strict=True)]
-        return shard.view(sizes)[tuple(box)]
+    def read(self, part: ShardPart) -> Tensor:
+        """A part of a file on this host."""
+        dtype = DTYPE_OF_NAME[part.dtype]
+        end = part.begin + dtype.itemsize * math.prod(part.sizes)
+        shard = self.open(self.files[part.file])[part.begin : end].view(dtype)
+        box = [slice(o, o + n) for o, n in zip(part.offsets, part.lengths, strict=True)]
+        return shard.view(part.sizes)[tuple(box)]
 
 
 class MemoryReader(BaseStorageReader):
-    """Notes what DCP plans to read of a set; `transfer` reads it, once all ranks have planned.
-
-    A part to read is [index of the file, first byte of the shard, dtype, sizes of the shard,
-    offsets and lengths of the part in it].
-    """
+    """Notes what DCP plans to read of a set; `transfer` reads it, once all ranks have planned."""
 
     def __init__(self, memory_set: MemorySet, manifest: CheckpointManifest):
         self.set, self.manifest = memory_set, manifest
         self.chunks: dict[str, Chunks] = {}
-        self.parts: list[tuple[list[Any], Tensor]] = []  # what to read, and into which tensor
+        self.reads: list[tuple[ShardPart, Tensor]] = []  # what, and into which tensor
 
     def read_metadata(self) -> Metadata:
         files, rank = self.set.files, dist.get_rank()
@@ -242,10 +249,11 @@ class MemoryReader(BaseStorageReader):
             target = planner.resolve_tensor(item).detach()
             target = target if target.dim() else target.reshape(1)
             rows = MESSAGE_BYTES // (DTYPE_OF_NAME[dtype].itemsize * math.prod(target.shape[1:]))
-            for part in target.split(max(1, rows)):
-                want = [int(chunk.file), chunk.start, dtype, sizes, offsets, list(part.shape)]
-                self.parts.append((want, part))
-                offsets = [offsets[0] + len(part), *offsets[1:]]
+            for out in target.split(max(1, rows)):
+                shape = list(out.shape)
+                part = ShardPart(int(chunk.file), chunk.start, dtype, sizes, offsets, shape)
+                self.reads.append((part, out))
+                offsets = [offsets[0] + len(out), *offsets[1:]]
         return completed_future(None)
 
     def transfer(self) -> None:
@@ -254,20 +262,20 @@ class MemoryReader(BaseStorageReader):
         All ranks take the transfers in the same order, so no two wait for each other.
         """
         rank, group, files = dist.get_rank(), self.set.group, self.set.files
-        for want, target in self.parts:
-            if files[want[0]].here:
-                target.copy_(self.set.read(want))
-        remote = [(want, target) for want, target in self.parts if not files[want[0]].here]
-        wants = gather_from_all_ranks([want for want, _ in remote] or None, group)
-        turns = [(turn, to) for to, listed in enumerate(wants) for turn in range(len(listed or ()))]
+        for part, target in self.reads:
+            if files[part.file].here:
+                target.copy_(self.set.read(part))
+        remote = [read for read in self.reads if not files[read[0].file].here]
+        wanted = gather_from_all_ranks([part for part, _ in remote] or None, group)
+        turns = [(turn, to) for to, parts in enumerate(wanted) for turn in range(len(parts or ()))]
         for turn, to in sorted(turns):
-            want = wants[to][turn]
-            server = files[want[0]].server
+            part = ShardPart(*wanted[to][turn])
+            server = files[part.file].server
             if server == rank:
-                part = self.set.read(want).contiguous()
-                dist.send(part.view(-1).view(torch.uint8), group=group, group_dst=to)
+                sent = self.set.read(part).contiguous()
+                dist.send(sent.view(-1).view(torch.uint8), group=group, group_dst=to)
             elif to == rank:
-                part = torch.empty(want[-1], dtype=DTYPE_OF_NAME[want[2]])
-                dist.recv(part.view(-1).view(torch.uint8), group=group, group_src=server)
-                remote[turn][1].copy_(part)
+                received = torch.empty(part.lengths, dtype=DTYPE_OF_NAME[part.dtype])
+                dist.recv(received.view(-1).view(torch.uint8), group=group, group_src=server)
+                remote[turn][1].copy_(received)
         self.set.opened.clear()  # a removed file takes memory as long as it is mapped

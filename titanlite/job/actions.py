@@ -15,7 +15,7 @@ from titanlite.metrics import Profiler
 from titanlite.parallelize.compile import describe_compilation
 from titanlite.runtime.membership import Members
 from titanlite.training import periodic
-from titanlite.training.memory_saves import save_in_memory
+from titanlite.training.memory_actions import memory_checkpoints
 from titanlite.training.run import Run
 from titanlite.training.validation import validate, validation_samples
 from titanlite.training.weight_average import average_of
@@ -70,7 +70,7 @@ def add_periodic_actions(
         periodic.log_metrics(state, run.throughput, sinks, config.metrics.log_freq),
         periodic.report_finished_save(run.checkpointer, sinks),
         periodic.save_checkpoints(state, run.checkpointer, sinks),
-        *save_in_memory(state, run.checkpointer, sinks),
+        *memory_checkpoints(state, run.checkpointer, sinks),
         # after the save, so that a kill during the validation loses no step
         *([validation] if validation_sets else []),
         periodic.collect_garbage(config.training.gc_freq),

@@ -8,10 +8,10 @@ from titanlite.training.periodic import PeriodicAction, StepInfo, request_save
 from titanlite.training.state import TrainState
 
 
-def save_in_memory(
+def memory_checkpoints(
     state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
 ) -> tuple[PeriodicAction, ...]:
-    """Report what was saved in memory, then save if that is due; nothing if it is off."""
+    """Report the last save, then save if that is due; no actions if there are none in memory."""
     memory = checkpointer.memory
     if memory is None:
         return ()
@@ -27,7 +27,7 @@ def save_in_memory(
             else:
                 sinks.event(saved.step, "memory_checkpoint_saved", **fields)
 
-    def is_done(info: StepInfo) -> bool:
+    def has_ended(info: StepInfo) -> bool:
         return info.ends_run or not info.is_saving_in_memory
 
     def save(info: StepInfo) -> None:
@@ -40,4 +40,4 @@ def save_in_memory(
         return checkpointer.due_in_memory(info.step, info.ends_run)
 
     saves = PeriodicAction("save", is_due, save, needs_finite=True)
-    return PeriodicAction("save", is_done, report), saves
+    return PeriodicAction("save", has_ended, report), saves
