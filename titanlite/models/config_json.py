@@ -257,7 +257,8 @@ class HuggingFaceMapping(Generic[SizesT]):
         null = dict.fromkeys(self._booleans(), False) | dict.fromkeys(self.null_is_zero, 0)
         stated |= {key: value for key, value in null.items() if config.get(key, True) is None}
         stated |= {key: self._interval_of(key, stated) for key in self.intervals if key in stated}
-        if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
+        kinds = stated.get("layer_types")
+        if isinstance(kinds, list) and {str(kind) for kind in kinds} == {"full_attention"}:
             del stated["layer_types"]
         rope, known = rope_table(stated), {"rope_type", "type", "rope_theta", "factor"}
         if LOCAL_ROPE_THETA in self.defaults:  # as transformers 5 reads these families
@@ -398,10 +399,6 @@ def without_implied_factor(rope: dict[str, Any]) -> dict[str, Any]:
 def _list_of(interval: int, blocks: int, entries: tuple[Any, Any]) -> list[Any]:
     """The entry of each block; see `HuggingFaceMapping.intervals`."""
     return [entries[is_every(interval, block)] for block in range(blocks)]
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _without_index(name: str) -> str:

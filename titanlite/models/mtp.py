@@ -140,10 +140,11 @@ def chunks_of_depths(
     `labels` [1 + depths, N]: the model's own, then those of each depth.
     """
     parts, tokens = labels.shape
-    for first in range(0, parts * tokens, max(1, tokens)):
-        factor, end = weight / (parts - 1) if first else None, first + tokens
-        for start in range(first, end, chunk or max(1, tokens)):
-            yield slice(start, min(start + (chunk or tokens), end)), factor
+    chunk = chunk or max(1, tokens)
+    for depth in range(parts):
+        factor, end = weight / (parts - 1) if depth else None, (depth + 1) * tokens
+        for start in range(depth * tokens, end, chunk):
+            yield slice(start, min(start + chunk, end)), factor
 
 
 def scale_depth_(factor: float | None, *tensors: Tensor | None) -> None:
