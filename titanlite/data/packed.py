@@ -53,11 +53,9 @@ class PackedSource(TokenSource):
         return ids, np.where(after & UNTRAINED, ignored, ids[:, 1:])
 
 
-def open_packed(
-    path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
-) -> PackedSource:
+def open_packed(path: str | Path, checks: CorpusChecks, files: OpenFiles) -> PackedSource:
     """Open a folder of packed windows, or its URL; raises DataError."""
-    corpus = open_shards(path, checks or CorpusChecks(), files or OpenFiles(), packed=True)
+    corpus = open_shards(path, checks, files, packed=True)
     assert corpus.manifest is not None, "only its manifest says that a corpus is packed"
     seq_len = corpus.manifest.packed_seq_len
     if corpus.tokens % (seq_len + 1):

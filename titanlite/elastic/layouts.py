@@ -68,7 +68,8 @@ def check_elastic_job(config: Any, ranks: int, check: Callable[[Any, int], Check
         fix = f"Start {least} ranks or more, or set elastic.layouts."
         return None, [ConfigError(problem, fix=fix)]
     chosen = next(layout for layout in layouts if layout.ranks <= ranks)
-    for layout in sorted(listed or [chosen], key=lambda layout: layout is chosen):  # last
+    others = [layout for layout in listed if layout is not chosen]
+    for layout in [*others, chosen]:  # the job is that of the last one
         sections = {"parallelism": layout.apply(section), "training": layout.apply(training)}
         job, problems = check(replace(config, **sections), layout.ranks)
         if problems:

@@ -158,10 +158,6 @@ def _(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
 
 
-def _save_for_loop_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _loop_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, counts = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -170,4 +166,6 @@ def _loop_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     return x_grad, weight_grad, None
 
 
-_loop_matmul.register_autograd(_loop_backward, setup_context=_save_for_loop_backward)
+_loop_matmul.register_autograd(
+    _loop_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import build_optimizer, recipe_of_parameter
 from titanlite.optim.checks import check_optimizer_config, whole_matrix_optimizers
-from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
+from titanlite.optim.clip import clip_gradients, count_copies, shard_norms
 from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.config import OPTIMIZERS, OptimizerConfig, ParameterGroupConfig
 from titanlite.optim.in_backward import OptimizerInBackward
@@ -50,7 +50,6 @@ __all__ = [
     "check_optimizer_config",
     "check_schedule_end",
     "clip_gradients",
-    "combine_norms",
     "count_copies",
     "moment_bytes",
     "moment_format",

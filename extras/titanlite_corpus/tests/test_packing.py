@@ -20,7 +20,6 @@ from titanlite.data import (
     prefetch,
     rank_slices,
 )
-from titanlite.data.packed import open_packed
 from titanlite.errors import DataError
 from titanlite.kernels.backend import set_attention_kernel
 from titanlite.kernels.documents import document_positions, index_documents
@@ -176,7 +175,10 @@ def test_a_packed_source_mixes_with_a_concatenated_one(packed, tmp_path):
     plain = torch.tensor([source == "plain" for source in sources])
     assert 0 < plain.sum() < 64
     assert (labels[plain] == inputs[plain] + 1).all() and (labels[~plain] < 0).any()
-    files = {"packed": open_packed(path), "plain": open_corpus(tmp_path / "plain")}
+    files = {
+        "packed": open_token_source("packed", str(path)),
+        "plain": open_corpus(tmp_path / "plain"),
+    }
     for row, sample in enumerate(stream.locate(0, 64)):
         first = np.array([sample["first_token"]])
         assert files[sample["source"]].gather(first, 1)[0, 0] == inputs[row, 0]
