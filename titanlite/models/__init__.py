@@ -29,26 +29,13 @@ from titanlite.models.sizes import ModelSizes
 from titanlite.models.smollm3 import SMOLLM3
 from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 
-FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
-    LLAMA3.name: LLAMA3,
-    QWEN3.name: QWEN3,
-    LLAMA2.name: LLAMA2,
-    MISTRAL.name: MISTRAL,
-    GPT2_FAMILY.name: GPT2_FAMILY,
-    OLMO2.name: OLMO2,
-    OLMO3.name: OLMO3,
-    OLMO_HYBRID.name: OLMO_HYBRID,
-    QWEN2.name: QWEN2,
-    SMOLLM3.name: SMOLLM3,
-    GEMMA3.name: GEMMA3,
-    MIXTRAL.name: MIXTRAL,
-    QWEN3_MOE.name: QWEN3_MOE,
-    QWEN3_NEXT.name: QWEN3_NEXT,
-    QWEN3_5.name: QWEN3_5,
-    QWEN3_5_MOE.name: QWEN3_5_MOE,
-    DEEPSEEK_V3.name: DEEPSEEK_V3,
-    GLM4_MOE.name: GLM4_MOE,
-    GPT_OSS.name: GPT_OSS,
+FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; add a family here
+    spec.name: spec
+    for spec in (
+        *(LLAMA3, QWEN3, LLAMA2, MISTRAL, GPT2_FAMILY, OLMO2, OLMO3, OLMO_HYBRID, QWEN2, SMOLLM3),
+        *(GEMMA3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE),
+        GPT_OSS,
+    )
 }
 
 __all__ = [
