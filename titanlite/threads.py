@@ -43,8 +43,7 @@ def open_thread_pool(workers: int) -> ThreadPoolExecutor:
 def _device_selector() -> Callable[[], None]:
     """A function that selects the CUDA device of this thread in another one; no-op without CUDA.
 
-    After an error such as an illegal memory access, every CUDA call fails. Threads must run even
-    then: some of them end the process.
+    After an illegal memory access all CUDA calls fail; threads that end the process must still run.
     """
     torch = sys.modules.get("torch")  # not imported here: programs without torch start threads too
     if torch is None or not torch.cuda.is_initialized():

@@ -309,9 +309,8 @@ class Checkpointer:
 
         Returns None if the run starts from the weights of another run. `required`: the properties
         that the checkpoint must have, see `Job.properties_to_check`. A run that ended at step
-        `finished_at` needs no optimizer state. `completely`: to roll back, where
-        checkpoint.exclude_from_loading does not apply, because it is for starts. Reads `average`,
-        too, if the checkpoint has one.
+        `finished_at` needs no optimizer state. `completely`: to roll back, without
+        checkpoint.exclude_from_loading, which is for starts. Reads `average` if it is there.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
@@ -369,8 +368,7 @@ class Checkpointer:
     ) -> None:
         """Raise CheckpointError if the checkpoint has weights that the model of this job lacks.
 
-        Such weights would be lost in the next checkpoint. For weights that the checkpoint lacks,
-        `read_tensors` raises the error.
+        They would be lost in the next checkpoint. `read_tensors` refuses weights that are missing.
         """
         assert found.manifest is not None
         names_by_rank = gather_from_all_ranks([f"model.{name}" for name in weights], self.group)

@@ -57,8 +57,7 @@ def completed_future(value: Any) -> Future:
 def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
     """Turn any exception of the block into a UserError that names the folder and this rank.
 
-    `action` is "read" or "written". The traceback of a bug in a write is logged, because a run goes
-    on after a save that failed.
+    `action`: "read" or "written". A bug in a write is logged with its traceback: the run goes on.
     """
     try:
         yield

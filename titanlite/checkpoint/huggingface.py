@@ -226,8 +226,7 @@ def read_model_config(
     `name`: the family to use if several have this architecture.
     """
     config = _read_text_config(folder)
-    # Reversed, so that of several families with one architecture the first is kept: it can
-    # represent all models of this architecture.
+    # reversed: of several families with one architecture, the first can represent all its models
     families = {
         name: spec
         for spec in reversed(FAMILIES.values())

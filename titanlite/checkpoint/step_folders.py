@@ -105,8 +105,7 @@ class StepFolders:
     To set aside a checkpoint is to keep its files, but to exclude it from every later start.
 
     Collective methods act on rank 0, while the other ranks wait for its result or error in `group`,
-    whose timeout is long: in an object store, listing or removing many checkpoints can take longer
-    than the timeout of training's collectives.
+    whose timeout is long: an object store can take minutes to list or remove many checkpoints.
     """
 
     def __init__(

@@ -144,9 +144,8 @@ def is_shard_intact(folder: Path, shard: ShardRecord) -> bool:
 def hash_sampled_blocks(path: Path) -> str:
     """Hash of a file's size and of eight of its blocks; raises OSError.
 
-    The positions of the blocks depend on the size only, and are distributed over the file. Another
-    content of the same size differs in nearly every block, so it is detected; a few changed bytes
-    are detected by `is_shard_intact` only.
+    The positions of the blocks depend on the size only, and are distributed over the file. This
+    detects another content of the same size; only `is_shard_intact` detects a few changed bytes.
     """
     size = path.stat().st_size
     digest = xxhash.xxh3_128(str(size).encode())

@@ -261,8 +261,7 @@ def verify_corpus(
 ) -> CorpusManifest:
     """Compare every byte of a folder of shards with its manifest; raises DataError.
 
-    `verify_slice` = (rank, ranks): only the shards [rank::ranks]. `progress` is called with the
-    bytes done and the bytes in total.
+    `verify_slice` (rank, ranks): only shards [rank::ranks]. `progress`: gets bytes done, bytes in total.
     """
     folder = Path(path)
     manifest = read_corpus_manifest(folder / MANIFEST)

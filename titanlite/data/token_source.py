@@ -46,8 +46,7 @@ class TokenSource(Protocol):
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
 
-        All positions are inside [0, tokens). May be called from a background thread. Raises
-        DataError if the files cannot be read.
+        All positions are inside [0, tokens). May be called from another thread; raises DataError.
         """
         ...
 

@@ -27,10 +27,9 @@ def to_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
     """The content of a tokenizer.json that gives the ids which a model was trained on.
 
     `bos`: each training document began with BOS, so the file adds one before a text; otherwise it
-    adds nothing. A tokenizer.json that already does so is returned unchanged, except that
-    truncation and padding are removed. The ids are equal, but only titanlite reads the name
-    of a control token as text, and splits 100,000 spaces in a row (tiktoken would crash at a
-    million). Raises DataError.
+    adds nothing. A tokenizer.json that already does so is returned unchanged, but without
+    truncation and padding. The ids are equal, but only titanlite reads the name of a control
+    token as text, and splits 100,000 spaces in a row. Raises DataError.
     """
     content = tokenizer.files.get("tokenizer.json")
     if content is None:

@@ -124,8 +124,7 @@ def receive_tensor(mesh: DeviceMesh, out: Tensor, sender: int) -> None:
 def _transfer(mesh: DeviceMesh, operation: Callable, value: Tensor, peer: int) -> None:
     if not value.numel():  # the same on both ranks
         return
-    # As torch's pipeline stages do: NCCL then uses the communicator of the whole group. A single
-    # isend would create one for the pair.
+    # as torch's pipeline stages do: for a single isend, NCCL would create another communicator
     transfer = dist.P2POp(operation, value, group=mesh.get_group(), group_peer=peer)
     for work in dist.batch_isend_irecv([transfer]):
         work.wait()

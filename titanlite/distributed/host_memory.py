@@ -89,8 +89,7 @@ class PinnedMemory(HostMemory):
 def pin_in_place(tensor: Tensor, instead: str) -> None:
     """Move the local shard of a host tensor to page-locked memory, with its values.
 
-    `Tensor.pin_memory` would return another tensor. `instead`: the setting that needs no pinned
-    memory. Raises UserError if pinning fails.
+    `Tensor.pin_memory` would return another tensor. `instead` and errors: see `PinnedMemory`.
     """
     with torch.no_grad():
         local = local_shard(tensor)

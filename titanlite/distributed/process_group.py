@@ -130,8 +130,7 @@ def join_process_group(
     connect_gloo_on_demand()
     raise_open_file_limit()
     timeout = comm.init_timeout_seconds
-    # A store on a frozen host ignores timeouts. Waiting for the last rank may take one timeout, and
-    # connecting to the other ranks another.
+    # A store on a frozen host ignores timeouts: one is for waiting, one for connecting to ranks.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
         spares = int(os.environ.get(SPARES_VARIABLE, 0))
         store, start_id = open_rank_store(rank, world_size + spares, timeout)
@@ -209,8 +208,7 @@ def enable_expandable_segments() -> None:
 
 def set_collective_timeouts(seconds: int, excluded: Sequence[dist.ProcessGroup | None]) -> None:
     """Set the timeout of all process groups that exist, except those in `excluded`."""
-    # There is no public list of groups (torch 2.11 to 2.15), and before 2.15 no public call that
-    # changes the timeout of one.
+    # there is no public list of groups (torch 2.11 to 2.15), and no `set_timeout` before 2.15
     from torch.distributed import distributed_c10d
 
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout

@@ -106,8 +106,7 @@ class CulpritSearch:
     def other_bits(self, first: StepResult, replayed: StepResult) -> Evidence:
         """This rank's evidence that its part of a step has other bits than that of the replay.
 
-        What one rank adds to the loss is compared before the gradients, to which a fault of one
-        rank spreads in the reduction over ranks.
+        Losses of ranks are compared before gradients, to which the reduction spreads a fault.
         """
         # The losses are where the step was computed; with CPU offload, the norms are not.
         exact = first.own_losses.is_cpu or torch.are_deterministic_algorithms_enabled()

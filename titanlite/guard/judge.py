@@ -28,8 +28,7 @@ class StepJudge:
     """Decides on the device whether each step may update the parameters.
 
     A rejected step rejects all later ones, until the host has handled it and calls `resume`: the
-    host learns of it only some steps later, and those steps must change nothing. So a rejected
-    step and the ones after it can be replayed.
+    host learns of it some steps later, which must change nothing, so that they can be replayed.
 
     A value is a spike if its logarithm is above the median of the last accepted steps by more than
     `threshold` standard deviations, estimated from the median absolute difference of consecutive

@@ -158,8 +158,7 @@ class CheckpointRollback:
     def roll_back(self, trouble: Trouble) -> None:
         """Continue from a checkpoint from before the trouble. Collective.
 
-        Raises TrainingDiverged on every rank if all tries have failed, or no checkpoint is old
-        enough. The caller opens its batches again.
+        The caller opens its batches again. Raises TrainingDiverged if no try or checkpoint is left.
         """
         run = self.run
         run.finish_save(trouble.step)

@@ -43,8 +43,7 @@ def record_start(
     found: FoundCheckpoint | None,
 ) -> None:
     """Record the start in the start log; in a crash loop, every rank raises CheckpointError."""
-    # A run that never saves always starts from the same step, so repeated starts from one step do
-    # not mean that it is in a crash loop.
+    # of a run that never saves, starts from the same step are no crash loop
     max_crashes = job.config.job.max_crashes if checkpointer.config.saves else 0
     lock.record_start(job.degrees.ranks, found.step if found else 0, max_crashes, hosts)
 

@@ -64,8 +64,7 @@ class CausalAttention(nn.Module):
     and would return a graph with another kernel.
 
     `window`: number of tokens that a token attends to, itself included; 0: to all up to itself.
-    `sinks`: number of query heads with an attention sink; 0: none. Only kernels that return the
-    log-sum-exp can compute them.
+    `sinks`: number of query heads with an attention sink, for which few kernels exist; 0: none.
     """
 
     def __init__(self, backend: SDPBackend | None = None, window: int = 0, sinks: int = 0):

@@ -100,8 +100,7 @@ class NoiseMeter(ArmedHook):
 
     That is one more forward and backward, in which the labels of the other half are ignored; the
     balancing losses of experts, which have no labels, are those of the large batch. The gradient is
-    freed before that of the step is computed, so the result of the step is bit-equal to that of a
-    step without the measurement.
+    freed before that of the step is computed, whose result is bit-equal to that without measuring.
     """
 
     def __init__(self, engine: Engine, state: TrainState, mesh: Mesh):

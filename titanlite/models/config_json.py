@@ -134,8 +134,7 @@ class HuggingFaceMapping(Generic[SizesT]):
     stacked: Mapping[str, str] = field(default_factory=dict)
     # as `names`, of experts in a folder that stores those of a block as one tensor
     intervals: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    # keys with an entry for each block -> the usual entry, and that of every n-th block; n is a
-    # size, and its default in `defaults`
+    # keys with an entry for each block -> (the usual one, that of every n-th block); n is a size
 
     @property
     def architectures(self) -> list[str]:
@@ -248,8 +247,7 @@ class HuggingFaceMapping(Generic[SizesT]):
     def from_config(self, config: Mapping[str, Any]) -> SizesT:
         """The sizes in a config.json of transformers 4 or 5; inverse of `to_config`.
 
-        Raises a CheckpointError that lists every key whose value is missing, not implemented by
-        this family or contradicts others.
+        Raises CheckpointError with every key that is missing, not implemented or contradictory.
         """
         keys = self.keys
         stated = {key: value for key, value in config.items() if value is not None}

@@ -110,8 +110,7 @@ HUGGING_FACE = HuggingFaceMapping(
 
 FLAVORS = {
     "debugmodel": Olmo3Sizes(256, 4, 8, 4, 768, vocab_size=2048, window=64),
-    # config.json of https://huggingface.co/allenai/Olmo-3-1025-7B and Olmo-3-1125-32B, before their
-    # context was extended by a factor of 8
+    # https://huggingface.co/allenai/Olmo-3-1025-7B and -1125-32B, before YaRN with a factor of 8
     "7B": Olmo3Sizes(4096, 32, 32, 32, 11_008),
     "32B": Olmo3Sizes(5120, 64, 40, 8, 27_648),
 }

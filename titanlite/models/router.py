@@ -325,8 +325,7 @@ def _if_accepted(accept: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 class _AttachLoss(torch.autograd.Function):
     """Return `x`, and in backward give `loss` the gradient `factor`.
 
-    So a loss of a layer needs no path to the end of the model, where the loss of tokens is: with
-    pipeline parallel that is on another rank.
+    So a loss of a layer needs no path to the model's loss, which may be on another pipeline rank.
     """
 
     @staticmethod

@@ -31,8 +31,7 @@ class AdaptiveClip:
     def scale(self, gradients: Iterable[tuple[nn.Parameter, Tensor]], loss_scale: float) -> None:
         """Scale this rank's shard of each gradient in place; a collective of all ranks.
 
-        The squared norms of units that are on several ranks are summed in one all-reduce per
-        process group. Does not wait for the device.
+        Sums the squares of units on several ranks with one all-reduce per group; does not wait.
         """
         clipped = [pair for pair in gradients if pair[0] not in self.excluded]
         squares = [  # [2, units] each: of the weights, of the gradients

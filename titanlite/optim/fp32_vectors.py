@@ -44,8 +44,7 @@ def _on_copies(step: Callable[..., None]) -> Callable[..., None]:
 class _Float32Vectors(torch.optim.Optimizer):
     """Replaces each low-precision vector by its float32 copy during a step.
 
-    The optimizer's own kernels then update the copy, with moments in float32. The copy is sharded
-    and saved like the moments.
+    The optimizer's own kernels update the copy, which is sharded and saved like its moments.
     """
 
     def __init__(self, *args, **options):

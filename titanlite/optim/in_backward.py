@@ -38,8 +38,7 @@ class OptimizerInBackward:
         if grad is None:
             return
         (self._norms[parameter],) = shard_norms([grad])
-        # A group of this parameter alone: if each update iterated over all parameters, the cost of
-        # backward would be quadratic in their number.
+        # a group of this parameter alone: an update iterates over all parameters of its groups
         optimizer, group = self._optimizer_and_group_of[parameter]
         groups = list(optimizer.param_groups)
         optimizer.param_groups[:] = [{**group, "params": [parameter]}]

@@ -261,8 +261,7 @@ def _decode_root(dtype: StateDtype, stored: Sequence[Tensor]) -> Tensor:
 
     An element that is small beside the largest of its block gets the lowest code, even while its
     first moment is not rounded to 0. If that code meant 0, the first moment would be divided by
-    eps. The code means the smallest positive value instead: the root is then too large and the
-    update too small, not the reverse.
+    eps. It means the smallest positive value: the update is then too small, not too large.
     """
     root = _decode(dtype, stored, signed=False)
     return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root

@@ -1,7 +1,6 @@
 """Muon: momentum, orthogonalized, for the matrices inside the blocks of a model.
 
-Every matrix is orthogonalized whole, by the rank that owns it, and each expert by itself. Momentum,
-weights and their updates stay sharded.
+Each matrix or expert is orthogonalized whole, by one rank. Momentum and weights stay sharded.
 """
 
 from __future__ import annotations

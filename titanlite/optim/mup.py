@@ -38,8 +38,7 @@ def check_mup_optimizers(
 ) -> Iterator[ConfigError]:
     """Reject optimizers and options that muP has no rule for.
 
-    `rules`: (name, rule) of [optimizer] and of each of its groups; `adam_decay`: the largest weight
-    decay of Adam; `max_norm`: of clipping.
+    `rules`: (name, rule) of [optimizer] and its groups; `adam_decay`: Adam's largest weight decay.
     """
     names = dict.fromkeys(name for name, _ in rules)
     for name in names:

@@ -82,8 +82,7 @@ class WholeMatrixUpdate(NamedTuple):
 class OwnedMatrices:
     """Matrices of one device mesh, distributed over the ranks that shard them.
 
-    A mesh dimension along which no matrix is sharded has replicas: they have the same shards, and
-    each group of replicas computes for itself.
+    Mesh dimensions that shard no matrix have replicas; each group of them computes for itself.
     """
 
     def __init__(self, matrices: Sequence[Tensor], costs: Sequence[float]):

@@ -119,8 +119,7 @@ MATMULS = {  # operation -> position of the weight among its arguments
     aten._grouped_mm.default: 1,
     torch.ops.titanlite.grouped_matmul.default: 1,
 }
-SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions over ranks, and the
-    # maxima that Float8 scales are computed from
+SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions, maxima for Float8
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -101,9 +101,8 @@ def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
     """Let inductor fuse all-gathers and reduce-scatters with their matmuls, to overlap the two."""
-    # Both settings are private; there is no public one. Torch 2.13 warns that the second, a
-    # function, is not needed, but the compiler still checks for which groups it was called; later
-    # versions may remove the function.
+    # Both settings are private; there is no public one. Torch 2.13 warns that the second is not
+    # needed, but its compiler still checks it; later versions may remove it.
     torch._inductor.config._micro_pipeline_tp = True
     if enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None):
         with warnings.catch_warnings():

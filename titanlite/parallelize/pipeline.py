@@ -185,9 +185,8 @@ def build_rank_schedule(
 ) -> RankSchedule:
     """Build torch's schedule over this rank's stages.
 
-    `hidden` [micro-batch, tokens, dim] on meta is what a stage sends to the next one. Shapes are
-    given explicitly: to infer them, torch would run the model once more (2.13), and would reuse the
-    buffers of an old shape for a new one.
+    `hidden` [micro-batch, tokens, dim] on meta is what a stage sends to the next one. To infer
+    shapes, torch would run the model once more (2.13), and reuse buffers of an old shape.
     """
     tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
     loss = torch.empty((), dtype=torch.float32, device="meta")

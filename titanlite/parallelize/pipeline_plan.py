@@ -154,8 +154,7 @@ def _give_parameters_to_each_rank(
 ) -> list[list[str]]:
     """Stages of which no rank has the tied output layer alone, whose weight another rank trains.
 
-    Its stage gets the module before it, a norm, from the stage before. Raises ConfigError for
-    stages that the user has listed.
+    Its stage gets the norm from the stage before. Raises ConfigError if the user listed the stages.
     """
     *_, before, last = stages
     if last != [output] or assignment.rank_of.count(assignment.rank_of[-1]) > 1:

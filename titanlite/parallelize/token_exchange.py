@@ -21,8 +21,7 @@ def start_exchange(
 ) -> Callable[[], Tensor]:
     """Start to send rows [M, D] to the ranks of a group that have their experts.
 
-    The rows are sorted by expert, `counts` [E] of them each. Each rank has as many experts as any
-    other, in the order of the ranks.
+    The rows are sorted by expert, `counts` [E] of them each; ranks have equal numbers of experts.
 
     The returned function waits for the rows of the other ranks, computes on them, and returns the
     results [M, D] in the order of `rows`. What the caller computes in between overlaps with the
@@ -66,9 +65,8 @@ def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 class _RowExchange:
     """An all-to-all of rows in two halves, which are autograd functions.
 
-    In backward, the halves are in reverse order: what `_FinishRowExchange` starts,
-    `_StartRowExchange` waits for. So what lies between them in forward overlaps with the
-    communication in backward too.
+    Backward runs them in reverse: `_StartRowExchange` waits for what `_FinishRowExchange` starts.
+    So what lies between them overlaps with the communication in backward too.
     """
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):

@@ -39,9 +39,8 @@ class RunFolderLock:
     def check(self) -> int:
         """Read the leases again, on rank 0; returns the number of the last one, for fencing.
 
-        The last lease is that of the last folder given to `lock_run_folders`. Raises
-        CheckpointError if another job has taken a folder. Call it immediately before a write
-        that must not reach a folder of another job.
+        That is of the last folder given to `lock_run_folders`. Raises CheckpointError if another
+        job has taken a folder: call it immediately before a write that must not reach it.
         """
         for lease in self.leases:
             lease.check()

@@ -37,8 +37,7 @@ class Members:
         """The fields of the event `returned`, or none; call it after the first step.
 
         The run continues after step `resumed_at`; `opened`: when the model was built and loaded.
-        The seconds: away (from the last logged step until torchrun had started the processes
-        again), import, join, open, first_step.
+        away_seconds: from the last logged step until torchrun had started the processes again.
         """
         if self.before is None or self.last_step is None:
             return {}
