@@ -53,8 +53,6 @@ class Glm4MoESizes(LlamaSizes):
         return deepseek_experts(self)
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 ROTATED = "partial_rotary_factor"
 
 HUGGING_FACE = HuggingFaceMapping(
@@ -82,9 +80,6 @@ HUGGING_FACE = HuggingFaceMapping(
     implied=lambda config: {ROTATED: None if config.get(ROTATED, 0.5) else 1.0},
     further=lambda sizes: {"num_nextn_predict_layers": sizes.mtp_layers},
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Glm4MoESizes(

@@ -24,8 +24,6 @@ class MistralSizes(LlamaSizes):
     window: size.Window = 0
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 WINDOW_KEY, WINDOW = "sliding_window", 4096  # transformers' default; null: no window
 
 
@@ -58,9 +56,6 @@ HUGGING_FACE = HuggingFaceMapping(
     implied=implied_heads,
     null_is_zero=[WINDOW_KEY],
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": MistralSizes(256, 4, 8, 2, 768, vocab_size=2048, window=64),

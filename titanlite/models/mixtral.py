@@ -37,8 +37,6 @@ class MixtralSizes(LlamaSizes):
         return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 NAMES = {
     **LLAMA_NAMES,
     "layers.*.moe.router.gate.weight": "model.layers.*.block_sparse_moe.gate.weight",
@@ -61,9 +59,6 @@ HUGGING_FACE = HuggingFaceMapping(
         "tie_word_embeddings": False,
     },
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": MixtralSizes(256, 4, 8, 4, 384, vocab_size=2048),

@@ -64,8 +64,6 @@ class Olmo2(Decoder):
         super().__init__(sizes, lambda block: Olmo2Block(sizes, block), sizes.rotary_of)
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 NAMES = {
     **LLAMA_NAMES,
     "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
@@ -81,9 +79,6 @@ HUGGING_FACE = HuggingFaceMapping(
     defaults={**COMMON_DEFAULTS, "rms_norm_eps": 1e-5},
     implied=default_key_value_heads,
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Olmo2Sizes(256, 4, 8, 4, 768, vocab_size=2048),

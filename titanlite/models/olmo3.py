@@ -49,8 +49,6 @@ class Olmo3Sizes(Olmo2Sizes):
         return self.head_width, self.rope_theta, scaling
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 ROPE_THETA = 500_000.0  # transformers' default
 
 
@@ -104,9 +102,6 @@ HUGGING_FACE = HuggingFaceMapping(
     },
     intervals={"layer_types": ("sliding_attention", "full_attention")},
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Olmo3Sizes(256, 4, 8, 4, 768, vocab_size=2048, window=64),

@@ -22,8 +22,6 @@ class Qwen2Sizes(LlamaSizes):
     qkv_bias = True
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -33,9 +31,6 @@ HUGGING_FACE = HuggingFaceMapping(
     defaults={**COMMON_DEFAULTS, "num_key_value_heads": 32},
     implied=null_key_value_heads,
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Qwen2Sizes(256, 4, 8, 2, 768, vocab_size=2048, tied_embeddings=True),

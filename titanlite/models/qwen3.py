@@ -25,8 +25,6 @@ class Qwen3Sizes(LlamaSizes):
     qk_norm = True
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -35,9 +33,6 @@ HUGGING_FACE = HuggingFaceMapping(
     fixed={**SAME_AS_LLAMA, "use_sliding_window": False},
     defaults={**COMMON_DEFAULTS, "head_dim": 128},
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Qwen3Sizes(256, 8, 16, 8, 3072, vocab_size=2048, tied_embeddings=True),

@@ -28,8 +28,6 @@ class Qwen3MoESizes(MixtralSizes):
     qk_norm = True
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
 HUGGING_FACE = HuggingFaceMapping(
     family="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -49,9 +47,6 @@ HUGGING_FACE = HuggingFaceMapping(
     # the width of a dense block, of which there is none; transformers requires it
     further=lambda sizes: {"intermediate_size": sizes.n_active_experts * sizes.expert_hidden_dim},
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": Qwen3MoESizes(

@@ -28,9 +28,6 @@ class SmolLM3Sizes(LlamaSizes):
         return None if size.is_every(self.no_rope_every, block) else super().rotary_of(block)
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-
-
 HUGGING_FACE = HuggingFaceMapping(
     family="smollm3",
     architecture="SmolLM3ForCausalLM",
@@ -51,9 +48,6 @@ HUGGING_FACE = HuggingFaceMapping(
     },
     intervals={"no_rope_layers": (1, 0)},
 )
-
-
-# --- the family -----------------------------------------------------------------------------------
 
 FLAVORS = {
     "debugmodel": SmolLM3Sizes(256, 4, 8, 2, 768, vocab_size=2048),
