@@ -314,7 +314,6 @@ def _locate_tensors(folder: StorageFolder) -> dict[str, TensorLocation]:
 
 
 def _read_header(folder: StorageFolder, file_name: str) -> dict[str, TensorLocation]:
-    """The tensors in one safetensors file."""
     with _open_safetensors(folder, file_name) as file:
         names = file.keys()
         slices = {name: file.get_slice(name) for name in names}

@@ -261,7 +261,7 @@ def verify_corpus(
 ) -> CorpusManifest:
     """Compare every byte of a folder of shards with its manifest; raises DataError.
 
-    `verify_slice` (rank, ranks): only shards [rank::ranks]. `progress`: gets bytes done, bytes in total.
+    `verify_slice`: (rank, ranks), only shards [rank::ranks]. `progress` gets bytes done, in total.
     """
     folder = Path(path)
     manifest = read_corpus_manifest(folder / MANIFEST)

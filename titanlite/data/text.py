@@ -293,7 +293,6 @@ class _WholeGzip(gzip.GzipFile):
 
 
 def _line_number(path: str, position: int) -> int:
-    """The number of the line that begins at byte `position`."""
     number = 1
     with open_text_file(path) as file:
         while position > 0 and (chunk := file.read(min(position, 1 << 24))):

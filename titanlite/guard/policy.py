@@ -21,8 +21,7 @@ class GuardConfig:
     # inf or NaN in the loss or the gradient; skip: continue after the batch of that step, without
     # an update; rollback: continue from an earlier checkpoint
     spike: Literal["off", "warn", "skip", "rollback"] = "off"
-    # a loss or gradient norm far above those of the last accepted steps; warn: write an event, and
-    # take the step
+    # a loss or gradient norm far above those of the last accepted steps; warn: only write an event
     threshold: Annotated[float, Range(1)] = 6.0
     # a spike is above the median of the window by more than this number of standard deviations, of
     # the logarithm; the deviation is estimated from the differences of consecutive steps

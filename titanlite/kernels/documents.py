@@ -265,7 +265,6 @@ def _document_backward(
     window: int,
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from `grad`, the gradient of `out`."""
     kernel = flash_kernel_for(q)
     if isinstance(kernel, CudaFlash):
         return _varlen_backward((grad, q, k, v, out), lse, boundaries, window, longest)

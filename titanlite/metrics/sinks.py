@@ -33,8 +33,7 @@ class MetricsConfig:
     layer_norms_freq: NotNegative = 0
     # steps between two records of each layer's gradient, weight and update norm; 0: none
     noise_scale_freq: NotNegative = 0
-    # steps between two measurements of the gradient noise scale, which cost a forward and backward
-    # each; 0: none
+    # steps between two measurements, each a forward and backward, of the noise scale; 0: none
     source_loss_freq: NotNegative = 100
     # steps between two records of each source's loss, tokens and epochs; 0: none; with one source
     # there are none

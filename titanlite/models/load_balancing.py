@@ -18,14 +18,11 @@ class ExpertsConfig:
     """[experts] How the load of the experts is balanced; unset: as the model family does."""
 
     aux_loss_coef: Annotated[float, Range(0)] | None = None
-    # weight of the auxiliary loss, which is 1 if all experts have the same load; 1e-3 to 1e-2 is
-    # usual; 0: none
+    # weight of the auxiliary loss, which is 1 under equal loads; usual: 1e-3 to 1e-2; 0: none
     z_loss_coef: Annotated[float, Range(0)] | None = None
-    # weight of the squared log-sum-exp of the router's logits, which keeps them small; 1e-3 is
-    # usual; 0: none
+    # weight of the squared log-sum-exp of the router's logits; usual: 1e-3; 0: none
     bias_update_rate: Annotated[float, Range(0)] | None = None
-    # how much the selection bias of an expert changes in a step, towards the mean load; 1e-3 is
-    # usual; 0: the bias stays as it is
+    # change of an expert's selection bias in a step, towards the mean load; usual: 1e-3; 0: none
 
 
 def resolve_load_balancing(

@@ -144,7 +144,6 @@ def _absorbed_multipliers(
 def _scale(
     role: str | None, shape: torch.Size, base_shape: torch.Size, multiplier: float
 ) -> WidthScale:
-    """The scale of a parameter of this role and shape."""
     if shape[-1] == 1:  # biases of experts [E, N, 1]
         shape, base_shape = shape[:-1], base_shape[:-1]
     fan_out = shape[-1] / base_shape[-1]  # of embeddings and gains, which sum over no inputs

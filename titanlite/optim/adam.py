@@ -23,8 +23,7 @@ class AdamRuleKeys(OptimizerKeys):
     beta2: Fraction = 0.95  # decay rate of the second moment; SOAP: and of its statistics
     eps: Annotated[float, Range(0)] = 1e-8  # added to the root of the second moment
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
-    # everything
+    # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one in all
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class AdamWKeys(AdamRuleKeys):
     # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
     # dtype of the moments; float32: same as training.dtype; 8bit, 4bit and float8: one scale per
-    # block of up to 128 elements of a row, and float32 for vectors and for rows whose length is not
-    # a multiple of 32
+    # block of up to 128 elements of a row; float32 for vectors, and rows that 32 does not divide
     offload: bool = False
     # store the moments in host memory; every step copies them to the GPU and back
 

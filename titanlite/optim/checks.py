@@ -38,7 +38,6 @@ class _Section(NamedTuple):
     group: int | None = None  # index in optimizer.groups
 
     def has(self, key: str) -> bool:
-        """Whether the optimizer has a key."""
         return any(field.name == key for field in dataclasses.fields(self.config))
 
     def sets(self, *keys: str) -> bool:
@@ -60,7 +59,6 @@ def _sections(config: OptimizerConfig) -> Iterator[_Section]:
 
 
 def _having(key: str) -> str:
-    """The optimizers that have a key."""
     names = {name: [f.name for f in dataclasses.fields(keys)] for name, keys in OPTIMIZERS.items()}
     return ", ".join(name for name, keys in names.items() if key in keys)
 

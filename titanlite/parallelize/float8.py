@@ -77,7 +77,6 @@ class Float8Config:
     # all-gather weights in Float8: half of bf16's traffic; recipe tensorwise only
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     # compute the scales of all weights that are all-gathered in Float8 with one all-reduce a step
-    # instead of one per weight
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] | None = None
     # granularity of the scales: one per tensor, per row (gw_hp: weight gradients in high precision)
     # or per 32 values (mxfp8, for compute capability 10); unset: no Float8

@@ -47,13 +47,11 @@ class PipelineEngine:
         all_reduce_sum(mesh.pp, torch.zeros(1, device=device))
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
-        """See `Engine.prepare`."""
         return self._tokens.prepare(inputs, labels, self._plan.microbatch_size)
 
     def forward_backward(
         self, batch: Batch, divisor: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
-        """See `Engine.forward_backward`."""
         self._follow_weights()
         self._divisor = divisor
         runs = batch.split(self._plan.sequences)
@@ -69,7 +67,6 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """See `Engine.evaluate`."""
         self._follow_weights()
         self._divisor = 1.0
         plan = self._plan.for_sequences(len(inputs))
