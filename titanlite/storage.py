@@ -40,8 +40,7 @@ def _raise_storage_unreachable(
 ) -> Callable[Concatenate[StorageFolder, P], R]:
     """Let a method of `StorageFolder` raise StorageUnreachable when a remote file system fails.
 
-    Each file system has errors of its own (botocore's are no OSErrors). A file that is missing, or
-    that exists already, is a valid answer and not a failure.
+    Each has errors of its own. That a file is missing, or exists already, is no failure.
     """
 
     @wraps(method)

@@ -216,8 +216,7 @@ class Checkpointer:
     def wait(self) -> SaveResult | None:
         """Wait for the save in progress; returns its result, or None.
 
-        The result is the same on every rank, except for the times. Raises the error that only this
-        rank has, such as a bug or the loss of another rank.
+        It is the same on every rank, but for the times. Raises an error that only this rank has.
         """
         save = self._save
         if save is None:

@@ -89,8 +89,7 @@ def read_checkpoint_manifest(
 ) -> CheckpointManifest:
     """Read and check the manifest of a checkpoint; with `sizes`, also compare all file sizes.
 
-    With `files` = False, the other files are not even listed: when thousands of ranks read the
-    manifest, one of them lists the thousands of files.
+    With `files` = False, the other files are not even listed: of thousands of ranks, one does it.
 
     Checks every name, number and type: it may come from a stranger. Raises CheckpointError.
     """

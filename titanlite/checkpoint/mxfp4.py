@@ -1,7 +1,6 @@
 """Read MXFP4, in which gpt-oss stores its experts.
 
-Blocks of 32 values of 4 bits (E2M1) share a scale, a power of two (E8M0): OCP Microscaling Formats
-(MX) Specification 1.0, sections 5.2 and 5.3.3.
+32 values of 4 bits (E2M1) share a power of two (E8M0): OCP Microscaling Formats 1.0, section 5.
 """
 
 from __future__ import annotations

@@ -170,13 +170,9 @@ def check_model_size(
         raise CheckpointError(f"{folder}: {error.message}") from None
     if parameters > MAX_PARAMETERS:
         raise CheckpointError(
-            f"{folder}: describes a model of {_format_count(parameters)} parameters; the limit is"
+            f"{folder}: describes a model of {parameters:.1e} parameters; the limit is"
             f" {float(MAX_PARAMETERS):.1e}."
         )
-
-
-def _format_count(number: float) -> str:
-    return f"{number:,}" if number < 1e9 else f"{number:.1e}" if number < 1e300 else "over 1e300"
 
 
 def parameter_shapes(spec: ModelSpec, sizes: ModelSizes) -> dict[str, torch.Size]:

@@ -18,8 +18,7 @@ from titanlite.errors import DataError
 BYTES = "bytes"  # the name of the tokenizer that needs no file
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
-# How Llama 3 splits text before merging bytes. A ranks file does not contain its pattern, and with
-# another pattern the same ranks give other ids.
+# How Llama 3 splits text. A ranks file does not contain its pattern; another one gives other ids.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

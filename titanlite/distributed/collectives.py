@@ -201,8 +201,7 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
 class AsyncMax:
     """The maximum of a few ints over all ranks, found by a thread while a step is computed.
 
-    Started before a step and read after it, it costs no waiting. It has a process group of its own,
-    so that it cannot be mixed up with other collectives.
+    Read after the step, it costs no waiting. It has its own process group, apart from others.
     """
 
     def __init__(self) -> None:

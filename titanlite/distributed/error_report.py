@@ -37,8 +37,7 @@ def exit_code_of(error: BaseException) -> int:
 class ErrorReport:
     """Prints the error that ends this rank, once.
 
-    Leaving the process group can block after an error, and the launcher ends the other ranks when
-    this one leaves. So errors are printed first.
+    That comes first: to leave the process group can block, and lets the launcher end other ranks.
     """
 
     def __init__(self) -> None:

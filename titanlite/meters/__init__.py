@@ -12,8 +12,7 @@ from titanlite.meters.replica_check import build_replica_check
 from titanlite.meters.source_losses import build_source_losses
 from titanlite.meters.straggler import build_straggler_report
 
-# Each builds its meter, or returns None if the run does not use it. Their actions run in this
-# order, before all other actions of a step. Add a meter here.
+# Builders of meters (None: not used). Their actions come first, in this order. Add a meter here.
 METERS: tuple[Callable[[MeteredRun], Meter | None], ...] = (
     build_layer_norms,
     build_expert_load,

@@ -94,8 +94,7 @@ def compare_ranks(
 ) -> list[SlowRank]:
     """The slow ranks, from the reports of all ranks in rank order; the slowest first.
 
-    Host times are compared between the ranks of a pipeline stage, because stages have different
-    work. Data times count relative to the duration of a step.
+    Host times are compared within a pipeline stage, data times relative to the time of a step.
     """
     everyone, per_stage = range(len(reports)), len(reports) // degrees.pipeline
     stages = [everyone[first : first + per_stage] for first in everyone[::per_stage]]

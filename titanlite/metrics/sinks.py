@@ -113,8 +113,7 @@ SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
 class MetricSinks:
     """All sinks of a run; none on the ranks that do not write.
 
-    A sink never ends a run. One that raises OSError (a full disk) is tried again with every record;
-    one that raises anything else is reported once and removed.
+    A sink never ends a run: one with an OSError (a full disk) is tried again, others are removed.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,5 @@
 """GLM-4.5 (https://arxiv.org/abs/2508.06471): Llama's blocks with biases, RoPE on half of each
-head, and DeepSeek-V3's experts and multi-token prediction.
-"""
+head, and DeepSeek-V3's experts and multi-token prediction."""
 
 from __future__ import annotations
 

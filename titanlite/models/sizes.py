@@ -1,7 +1,6 @@
 """The sizes of a model: what other packages read of them, and the keys that several families have.
 
-A family has a frozen dataclass of sizes, whose fields are its keys of [model]. Their types say the
-bounds of each, and what it means, for users.
+The fields of a family's dataclass are its keys of [model]; their types say bounds and meaning.
 """
 
 from __future__ import annotations

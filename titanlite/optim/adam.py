@@ -23,7 +23,7 @@ class AdamRuleKeys(OptimizerKeys):
     beta2: Fraction = 0.95  # decay rate of the second moment; SOAP: and of its statistics
     eps: Annotated[float, Range(0)] = 1e-8  # added to the root of the second moment
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one in all
+    # for-loop: a kernel per operation per parameter; foreach: one per operation; fused: one in all
 
 
 @dataclass(frozen=True)

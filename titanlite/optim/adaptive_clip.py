@@ -1,7 +1,6 @@
 """Adaptive gradient clipping: the gradient of each output unit, relative to the unit's weights.
 
-https://arxiv.org/abs/2102.06171, section 4. A unit is a row of a matrix, also in a
-stack of matrices (experts), or a whole vector.
+https://arxiv.org/abs/2102.06171, section 4. A unit is a vector, or a row of a matrix or of a stack.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from titanlite.optim.optimizer_set import OptimizerSet
 class OptimizerInBackward:
     """Runs an optimizer's updates in the backward pass of a model; gradients cannot be clipped.
 
-    Each gradient must be produced once per step, and the learning rate set before backward. The
-    optimizer's state is saved and loaded as usual.
+    Each gradient must be produced once per step, and the learning rate set before backward.
     """
 
     def __init__(self, model: nn.Module, optimizers: OptimizerSet):

@@ -154,8 +154,7 @@ class TrainStage(PipelineStage):
 class EvalStage(TrainStage):
     """A stage that only runs forward.
 
-    Torch's V-shaped schedules (2.13) also pass gradients between the two stages of a rank when
-    they evaluate; the overrides make that a no-op.
+    In torch's V-shaped schedules (2.13), the two stages of a rank would pass gradients, too.
     """
 
     activity = "evaluation"

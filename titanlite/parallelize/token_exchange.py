@@ -51,8 +51,7 @@ def read_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
 def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The order that sorts received rows by expert, and its inverse.
 
-    The rows are sorted by rank, then by expert: `counts` [ep, E / ep] of them each. So in the new
-    order, those of one expert are sorted by rank.
+    The rows are sorted by rank, then by expert: `counts` [ep, E / ep] of them each. It is stable.
     """
     ranks, experts = counts.shape
     numbers = torch.arange(experts, device=counts.device).repeat(ranks)
