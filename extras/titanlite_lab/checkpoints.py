@@ -77,7 +77,7 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
             f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
         )
     source, started = open_hugging_face(folder), time.monotonic()
-    tokenizer = _open_tokenizer_if_valid(folder) if source.has_tokenizer else None
+    tokenizer = _open_tokenizer_if_valid(folder)
     properties: dict[str, Any] = {"model": dataclasses.asdict(source.sizes)}
     if tokenizer:
         properties |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
@@ -197,7 +197,9 @@ def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str,
 
 
 def _open_tokenizer_if_valid(folder: StorageFolder) -> Tokenizer | None:
-    """The tokenizer.json of a local folder; None, with a warning, if it cannot be used."""
+    """The tokenizer.json of a local folder; None without one, or, with a warning, if not valid."""
+    if TOKENIZER_FILE not in folder.sizes():
+        return None
     try:
         return open_tokenizer(folder.path_of(TOKENIZER_FILE))
     except DataError as error:

@@ -87,7 +87,6 @@ class HuggingFaceFolder:
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
     tensors: dict[str, StoredParameter]  # by titanlite's parameter names
-    has_tokenizer: bool  # a tokenizer.json
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
@@ -176,7 +175,7 @@ def open_hugging_face(folder: StorageFolder, mtp_layers: int = 0) -> HuggingFace
         )
         for name, shapes_stored in stored_as.items()
     }
-    source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
+    source = HuggingFaceFolder(folder, spec, sizes, tensors)
     for pair in tied:
         _check_pair_is_equal(source, *pair, copied=pair[0] in copies)
     for name in copies:

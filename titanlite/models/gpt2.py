@@ -175,7 +175,6 @@ FLAVORS = {
     "1.5B": GPT2Sizes(1600, 48, 25, 6400),
 }
 
-
 GPT2_FAMILY = replace(
     LLAMA3,
     name="gpt2",

@@ -184,7 +184,6 @@ FLAVORS = {
     "120B": GptOssSizes(2880, 36, 64, 8, 2880, n_experts=128),
 }
 
-
 GPT_OSS = replace(
     MIXTRAL,
     name="gpt_oss",
