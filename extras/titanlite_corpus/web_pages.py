@@ -68,7 +68,7 @@ def _read_archive(
 ) -> Iterator[Document]:
     with open_text_file(part.path) as file:
         is_compressed = part.path.endswith(".gz")
-        stream = _ArchiveStream(decompress(file, ".gz") if is_compressed else file)
+        stream = _ArchiveStream(decompress(file, part.path) if is_compressed else file)
         yield from _read_records(stream, part.path, rules, on_problem)
 
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -170,6 +171,14 @@ def test_a_file_that_changes_after_it_was_listed_is_reported(tmp_path):
         assert "changed" in {problem.kind for problem in read(ranges)[1]}
         file.unlink()
         assert {problem.kind for problem in read(ranges)[1]} == {"damaged"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
+def test_a_file_that_needs_a_missing_package_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=f"{name}: needs pyarrow"):
+        list(read_located_documents(list_file_ranges([tmp_path / name]), TextRules()))
 
 
 def test_empty_files_have_no_documents_and_no_problems(tmp_path):

@@ -181,12 +181,12 @@ class _LineReader:
         self._position = self._number = 0  # of the line that is being read
 
     def read(self) -> Iterator[Document]:
-        path, suffix = self._part.path, Path(self._part.path).suffix
+        path = self._part.path
         with open_text_file(path) as file:
-            if suffix not in COMPRESSIONS:
+            if not path.endswith(COMPRESSIONS):
                 yield from self._read_lines(file, self._part.end)
             elif self._part.file_bytes or self._part.end == UNKNOWN_END:
-                yield from self._read_lines(decompress(file, suffix), UNKNOWN_END)
+                yield from self._read_lines(decompress(file, path), UNKNOWN_END)
 
     def _read_lines(self, file: IO[bytes], end: int) -> Iterator[Document]:
         max_bytes = self._rules.max_bytes
@@ -262,16 +262,15 @@ class _LineReader:
         return None
 
 
-def decompress(file: IO[bytes], suffix: str) -> IO[bytes]:
+def decompress(file: IO[bytes], path: str) -> IO[bytes]:
     """The content of a .gz or .zst file; reading it raises OSError if it is truncated."""
-    if suffix == ".gz":
+    if path.endswith(".gz"):
         return io.BufferedReader(_WholeGzip(file), _SKIPPED_BYTES)
     try:
         import pyarrow  # type: ignore[import-untyped]  # pyarrow has no stubs
     except ImportError:
         raise DataError(
-            "a .zst file: needs pyarrow, which is not installed.",
-            fix="pip install 'titanlite[corpus]'",
+            f"{path}: needs pyarrow, which is not installed.", fix="pip install 'titanlite[corpus]'"
         ) from None
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     return io.BufferedReader(stream, _SKIPPED_BYTES)
