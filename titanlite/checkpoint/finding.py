@@ -25,7 +25,7 @@ class FoundCheckpoint:
     manifest: CheckpointManifest | None  # None: a Hugging Face folder
     refused: list[str]
     initial: bool = False  # from another run: checkpoint.initial_load_path
-    memory: MemorySet | None = None  # it is in the memory of hosts; `folder` is this host's
+    memory: MemorySet | None = None  # it is in the memory of hosts; `folder`: of its first file
 
     @property
     def step(self) -> int:

@@ -1,9 +1,9 @@
 """Checkpoints in the memory of hosts (GEMINI, SOSP 2023): their files, and how a start reads them.
 
 A *set* is the state of one step. The shards of each rank are one file in the memory of its host,
-and one in that of another host. A header beside the file, written last, has its hash, the places of
-the shards, and what a manifest has. A set is complete if a file of each distinct list of shards is
-there, on any host: replicas have equal lists.
+and one in that of another host. A header at its end, written last, has the hash of the shards,
+their places, and what a manifest has. A set is complete if a file of each distinct list of shards
+is there, on any host: replicas have equal lists.
 
 A *history* is what one process group trains after a start or a roll-back. `memory.json` in the
 checkpoint folder has its random name. Only its sets count, and the one that it was loaded from, so

@@ -126,11 +126,14 @@ class StepFolders:
 
     @_on_rank_0
     def list_to_start(self) -> tuple[list[int], list[str], int]:
-        """(steps, unfinished folders, the checkpoint.load_step that was applied last, or -1)."""
+        """(steps, unfinished folders, the checkpoint.load_step that was applied last, or -1).
+
+        A run that saves, but not in memory, ends the history: what it trains will not be there.
+        """
         applied = self._read_applied_load_step()
         listing = list_steps(self.folder)
-        is_off = self.config.saves and not self.config.memory_interval
-        if is_off and HISTORY_FILE in self.folder.sizes():  # what it trains will not be in memory
+        leaves_memory = self.config.saves and not self.config.memory_interval
+        if leaves_memory and HISTORY_FILE in self.folder.sizes():
             self.check_lease()
             self.folder.delete(HISTORY_FILE)
         return listing.steps, listing.unfinished, applied
