@@ -100,8 +100,7 @@ class Checkpointer:
         and `layout` are stored in each manifest, the small `files` beside it.
 
         `check_lease` is called on rank 0 before anything in the folder is committed or removed. It
-        returns the number of this job's lease on the folder, and raises CheckpointError if another
-        job owns the folder now.
+        returns the number of this job's lease, or raises CheckpointError if another job has one.
         """
         self.folder, self.config, self.check_lease = folder, config, check_lease
         self.properties, self.job, self.layout = properties, job, layout

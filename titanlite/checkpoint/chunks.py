@@ -53,8 +53,7 @@ Chunks = dict[Offsets, Chunk]  # of one tensor; empty chunks are left out
 def dump_chunks(metadata: Metadata) -> bytes:
     """The content of chunks.json, from the metadata that DCP's writer has collected.
 
-    A tensor is one flat list: for each chunk the number of its file, start and length, then its
-    offsets and sizes.
+    A tensor is one flat list: for each chunk its file's number, start, length, offsets and sizes.
     """
     files: dict[str, int] = {}
     chunks: dict[str, list[int]] = {}

@@ -54,8 +54,7 @@ def write_hugging_face(
 
     `dtype` is that of the parameters; buffers stay fp32, as in transformers. `model.load` is called
     with the names of one shard at a time. config.json is written last: nothing loads the folder
-    without it. Raises CheckpointError; errors about the folder or the architecture are raised
-    before any file is written.
+    without it. Raises CheckpointError, about folder and architecture before any file is written.
     """
     if dtype not in CODE_OF_DTYPE:
         raise CheckpointError(

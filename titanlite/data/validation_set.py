@@ -52,8 +52,7 @@ class ValidationSet:
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.
 
-        Past the end of the source, also in sequences past the last sample, labels are IGNORE_INDEX.
-        Raises DataError.
+        Past the end of the source, labels are IGNORE_INDEX. Raises DataError.
         """
         if self._source.is_packed:
             return self._read_windows(start, sequences)

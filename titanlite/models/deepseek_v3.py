@@ -251,8 +251,7 @@ FLAVORS = {
     "V3-671B": DeepSeekV3Sizes(
         7168, 61, 128, 18_432, 129_280, 256, 8, 2048, 3, route_scale=2.5, q_lora_rank=1536, **GROUPS
     ),
-    # Kimi K2 (https://arxiv.org/abs/2507.20534, table 2), as trained on 4,096 tokens; epsilon and
-    # base from its config.json
+    # Kimi K2 (https://arxiv.org/abs/2507.20534, table 2, and config.json), trained on 4,096 tokens
     "kimi-k2-1T": DeepSeekV3Sizes(
         7168, 61, 64, 18_432, 163_840, 384, 8, 2048, route_scale=2.827, q_lora_rank=1536, **KIMI
     ),

@@ -58,8 +58,7 @@ def _soap_flops(shape: torch.Size) -> float:
 class SOAP(WholeMatrixOptimizer):
     """One-sided SOAP for matrices, with decoupled weight decay.
 
-    The first step only finds an eigenbasis, by eigendecomposition. Later bases come from one step
-    of the QR algorithm, every `precondition_frequency` steps.
+    The first step only finds an eigenbasis. Later, a step of the QR algorithm updates it.
     """
 
     def __init__(

@@ -114,8 +114,7 @@ def prepare_compiler(device: torch.device) -> None:
     """Cache compiled code on this machine unless the user set a folder; probe CPU ISAs in-process.
 
     Torch's default folder can be guessed, but torch does not check whose it is. Triton's is in the
-    home folder, which is often shared: thousands of ranks would lock and write one folder.
-    Raises ConfigError if there is no safe folder.
+    home folder, which thousands of ranks may share. Raises ConfigError if there is no safe folder.
     """
     # All of this is private (torch 2.11 to 2.15). TORCHINDUCTOR_CACHE_DIR may be set, and not by
     # the user: torch sets its own default when its pipelining package is imported.

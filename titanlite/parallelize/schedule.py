@@ -151,8 +151,7 @@ def _from_torch_action(cell) -> list[PipelineAction]:
 def check_csv_order(path: Path, order: Sequence[Sequence[PipelineAction]]) -> tuple[list[int], int]:
     """(pipeline rank of each stage, number of micro-batches) of a schedule from a file.
 
-    Raises ConfigError if an action is missing or listed twice, if a stage is on two ranks, or if
-    the order would deadlock.
+    Raises ConfigError for a missing or repeated action, a stage on two ranks, and a deadlock.
     """
     rank_of: dict[int, int] = {}
     kinds_of: dict[tuple[int, int], set[str]] = defaultdict(set)  # of a stage and micro-batch

@@ -169,8 +169,7 @@ def _sharded_norm_forward(norm: nn.RMSNorm, tp: DeviceMesh, copies: int, x: Tens
         weight = replicated_local(norm.weight)[first : first + x.shape[-1]]
     squares = x.float().square().sum(-1, keepdim=True) / copies
     total = DTensor.from_local(squares, tp, [Partial()]).redistribute(placements=[Replicate()])
-    # Sends nothing in forward. Each rank uses the total for its own heads, so that in backward this
-    # sums the gradients.
+    # sends nothing in forward; backward sums the gradients of the ranks, each from its own heads
     total = total.redistribute(placements=[Replicate()])
     mean = total.to_local(grad_placements=[Partial()]) / norm.normalized_shape[0]
     return (x.float() * (mean + norm.eps).rsqrt() * weight).to(x.dtype)  # rounded once

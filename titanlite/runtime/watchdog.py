@@ -264,8 +264,7 @@ class HeartbeatWatchdog:
         self._write_traces(verdict)
         faulthandler.cancel_dump_traceback_later()
         if self._progress.world_size > 1:
-            # The launcher ends all ranks when the first one exits. Each of them reads the verdict
-            # within a heartbeat interval, and then writes its own files.
+            # The launcher ends all ranks when one exits; each needs time to write its own files.
             time.sleep(2 * self._progress.heartbeat_seconds)
         os._exit(EXIT_RANK_LOST)
 
