@@ -32,8 +32,24 @@ from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; add a family here
     spec.name: spec
     for spec in (
-        *(LLAMA3, QWEN3, LLAMA2, MISTRAL, GPT2_FAMILY, OLMO2, OLMO3, OLMO_HYBRID, QWEN2, SMOLLM3),
-        *(GEMMA3, MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, GLM4_MOE),
+        LLAMA3,
+        QWEN3,
+        LLAMA2,
+        MISTRAL,
+        GPT2_FAMILY,
+        OLMO2,
+        OLMO3,
+        OLMO_HYBRID,
+        QWEN2,
+        SMOLLM3,
+        GEMMA3,
+        MIXTRAL,
+        QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        DEEPSEEK_V3,
+        GLM4_MOE,
         GPT_OSS,
     )
 }
