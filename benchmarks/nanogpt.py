@@ -3,7 +3,7 @@
 python -m benchmarks.nanogpt TEXT [--out FILE] [--set training.steps=100 …]
 
 TEXT is tiny Shakespeare (1,115,394 characters), or another text. As there, the first nine tenths of
-it are for training, and every character is a token. The job is train_configs/gpt2_characters.toml:
+it are for training, and every character is a token. The job is gpt2_characters:
 GPT-2 with 4 layers, 4 heads and 128 channels, without dropout, 2,000 steps of 12 x 64 tokens.
 nanoGPT estimates its loss from 240 random windows; this is the loss of the whole validation part.
 """
@@ -26,7 +26,7 @@ from titanlite_corpus.shard_writer import ShardWriter
 from titanlite_lab.run_metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-JOB = ROOT / "train_configs/gpt2_characters.toml"
+JOB = ROOT / "titanlite/train_configs/gpt2_characters.toml"
 TRAIN_SHARE = 0.9
 PUBLISHED, TOLERANCE = 1.88, 0.03  # https://github.com/karpathy/nanoGPT#quick-start
 

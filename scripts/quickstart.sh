@@ -48,7 +48,7 @@ fi
 announce "training on $processes processes"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 bash scripts/launch.sh "$processes" train.py \
-  --job.config_file train_configs/quickstart.toml \
+  --job.config_file quickstart \
   --training.local_batch_size $((16 / processes)) "$@"
 
 newest=$(python scripts/checkpoint.py newest "$run")

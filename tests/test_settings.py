@@ -208,6 +208,7 @@ def test_a_config_file_that_cannot_be_read_is_the_only_problem_reported(tmp_path
     assert any("needed: is missing" in problem for problem in load_problems([]))
     (problem,) = load_problems(["--job.config_file", "nowhere.toml", "--train.stepz", "1"])
     assert "nowhere.toml" in problem and "cannot be read (No such file" in problem
+    assert "Names: debug_model, " in problem
     (problem,) = load_problems(["nowhere.toml"])
     assert "Use --job.config_file nowhere.toml" in problem
     (tmp_path / "run.toml").write_text("a =")
@@ -240,6 +241,17 @@ def test_a_file_overrides_what_it_includes_and_circular_includes_are_refused(tmp
     (tmp_path / "base.toml").write_text('include = ["top.toml"]\n')
     with pytest.raises(ConfigError, match="circular include: top.toml -> base.toml -> top.toml"):
         read_toml(top)
+
+
+def test_a_shipped_toml_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = read_toml("llama3_8b")
+    assert shipped["model"]["flavor"] == "8B" and "data" in shipped  # of what it includes
+    top = tmp_path / "top.toml"
+    top.write_text('include = ["llama3_8b"]\n[model]\nn_layers = 2\n')
+    assert read_toml(top)["model"] == {**shipped["model"], "n_layers": 2}
+    (tmp_path / "llama3_8b").write_text("[train]\nsteps = 7\n")
+    assert read_toml("llama3_8b") == {"train": {"steps": 7}}
 
 
 def test_a_file_that_is_included_repeatedly_is_read_once(tmp_path, monkeypatch):

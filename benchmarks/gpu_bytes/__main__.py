@@ -1,6 +1,6 @@
 """What one training step does on a GPU that this machine does not have, and how long it may take.
 
-    python -m benchmarks.gpu_bytes --job.config_file train_configs/llama3_8b.toml
+    python -m benchmarks.gpu_bytes --job.config_file llama3_8b
 
 The step of rank 0 is traced at its real size with tensors that have no values. What torch.compile
 compiles is compiled for the target GPU, so kernels, bytes and machine instructions are counted in

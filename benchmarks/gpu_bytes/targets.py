@@ -70,12 +70,12 @@ BASE = (
     f"--model.n_layers={BLOCKS} --training.global_batch_size=1 --training.dtype=bfloat16"
     " --attention.backend=cudnn"
 )
-DENSE = f"--job.config_file=train_configs/llama3_8b.toml {BASE}"
+DENSE = f"--job.config_file=llama3_8b {BASE}"
 BLOCKS_ONLY = f"{DENSE} --compile.components=['model'] --optimizer.name=SGD"
 FLOAT8 = f"{BLOCKS_ONLY} --quantize.linear.float8.recipe_name"
 GATHERS = "--quantize.linear.float8.enable_fsdp_float8_all_gather=true"
 EXPERTS = (
-    f"--job.config_file=train_configs/qwen3_30b_a3b.toml {BASE} --training.seq_len=4096"
+    f"--job.config_file=qwen3_30b_a3b {BASE} --training.seq_len=4096"
     " --compile.components=['model'] --optimizer.name=SGD"
     " --compile.enable=true --activation_checkpoint.mode=none"
     " --parallelism.expert_parallel_degree"

@@ -28,7 +28,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "docs" / "pictures"
 LAYOUT = (
-    "train_configs/llama3_8b.toml", "--ranks", "16", "--training.local_batch_size", "8",
+    "llama3_8b", "--ranks", "16", "--training.local_batch_size", "8",
     "--parallelism.tensor_parallel_degree", "2", "--parallelism.pipeline_parallel_degree", "4",
     "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B",
 )  # fmt: skip
@@ -64,7 +64,7 @@ def read_layers(test: Path) -> list[set[str]]:
 
 
 def _memory(path: Path) -> None:
-    draw_memory(ROOT / "train_configs", path)
+    draw_memory(path)
 
 
 def _schedules(path: Path) -> None:

@@ -57,7 +57,7 @@ def load_recipe(path: str | Path, allow_code: bool = False) -> RecipeFile:
 
     Without `allow_code`, functions of `filter.rules` are refused, and their modules not imported.
     """
-    table = read_toml(path, key="--recipe")
+    table = read_toml(path, key="--recipe", shipped=Path(__file__).with_name("recipes"))
     recipe, refused = build_dataclass(Recipe, table, key_list=_KEY_LIST)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
     file = RecipeFile(recipe, frozenset(sections & table.keys()))

@@ -12,7 +12,7 @@ from titanlite.job import read_job
 from titanlite.models import FAMILIES
 from titanlite_lab.generate import check_length
 
-CHARACTERS = Path(__file__).parents[2] / "train_configs/gpt2_characters.toml"
+CHARACTERS = Path(__file__).parents[2] / "titanlite/train_configs/gpt2_characters.toml"
 # The keys and values of torchtitan v0.2.2's language models (torchtitan/models/*/train_configs),
 # and of what AWS vendors (awslabs/awsome-distributed-ai, test case torchtitan, slurm/configs): its
 # llama3_8b.toml equals torchtitan's, and has no file of its own here.

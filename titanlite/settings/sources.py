@@ -16,23 +16,30 @@ from titanlite.settings.output import CommandLineText, format_value
 CONFIG_FILE_KEY = "job.config_file"
 MAX_INCLUDES = 100  # in all files of a job together
 MAX_TOML_BYTES = 4 << 20  # of all files of a job together
+TRAIN_CONFIGS = Path(__file__).parents[1] / "train_configs"
 
 
-def read_toml(path: str | Path, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
-    """Read a TOML file and what it includes; `key` gave the path. Raises ConfigError."""
-    return TomlFiles(key).read(Path(path), ())
+def read_toml(
+    path: str | Path, key: str = CONFIG_FILE_KEY, shipped: Path = TRAIN_CONFIGS
+) -> dict[str, Any]:
+    """Read a TOML, by its path or its name in `shipped`, with its includes. Raises ConfigError."""
+    return TomlFiles(key, shipped).read(Path(), str(path), ())
 
 
 class TomlFiles:
     """A TOML file and those it includes; each is read once, however often it is included."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, shipped: Path) -> None:
         self._key = key  # gives the path of the first file
+        self._shipped = {path.stem: path for path in sorted(shipped.glob("*.toml"))}
         self._tables: dict[Path, dict[str, Any]] = {}  # merged with what they include
         self._includes, self._bytes = 0, 0
 
-    def read(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+    def read(self, folder: Path, name: str, including: tuple[Path, ...]) -> dict[str, Any]:
         """Read a file; `including` is the chain of files that include it, the outermost first."""
+        path = folder / name
+        if name in self._shipped and not path.is_file():
+            path = self._shipped[name]
         real_path = Path(os.path.realpath(path))  # Path.resolve raises on circular links
         if real_path in including:
             chain = " -> ".join(file.name for file in (*including, path))
@@ -62,7 +69,7 @@ class TomlFiles:
             )
         merged: dict[str, Any] = {}
         for name in names:
-            merged = merge_tables(merged, self.read(path.parent / name, including))
+            merged = merge_tables(merged, self.read(path.parent, name, including))
         return merged
 
     def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
@@ -78,7 +85,7 @@ class TomlFiles:
                 reason = f"the files of this job have more than {MAX_TOML_BYTES:,} bytes"
             raise ConfigError(
                 f"{given}: cannot be read ({reason}).",
-                fix=f"Give the path of a TOML file, relative to the {folder}.",
+                fix=f"Paths are relative to the {folder}. Names: {', '.join(self._shipped)}.",
             ) from None
         self._bytes += len(content)
         try:

@@ -65,7 +65,7 @@ def train_all(root: Path, work: Path) -> dict[str, list[float]]:
             overrides += [f"--parallelism.{key}", str(degree)]
             ranks *= degree
         launch = ["bash", "scripts/launch.sh", str(ranks), "train.py"]
-        config = ["--job.config_file", "train_configs/debug_model.toml"]
+        config = ["--job.config_file", "debug_model"]
         _run([*launch, *config, *JOB, *overrides], root)
         losses[label] = [line["loss"] for line in read_metrics(out / "metrics.jsonl")[0]]
         print(f"{label}: {losses[label][0]:.6f} to {losses[label][-1]:.6f}", flush=True)

@@ -15,7 +15,7 @@ RANKS = 8
 GIB = 2**30
 NONE = ("--activation_checkpoint.mode", "none")
 FULL = ("--activation_checkpoint.mode", "full")
-OPTIONS = {  # label -> overrides of train_configs/llama3_8b.toml
+OPTIONS = {  # label -> overrides of llama3_8b
     "no activation checkpointing": NONE,
     'selective "2" (the default)': (),
     'selective "op"': ("--activation_checkpoint.selective_ac_option", "op"),
@@ -38,11 +38,11 @@ OPTIONS = {  # label -> overrides of train_configs/llama3_8b.toml
 COLOURS = ("#3f6ea8", "#7fa6d6", "#b9d0ec", "#e2a94f", "#5da271", "#c96f62")
 
 
-def draw_memory(configs: Path, path: Path) -> None:
+def draw_memory(path: Path) -> None:
     """Stacked bars, one for each option, in GiB on the fullest of 8 ranks."""
     rows = {}
     for label, overrides in OPTIONS.items():
-        argv = ["--job.config_file", str(configs / "llama3_8b.toml"), f"--job.check_ranks={RANKS}"]
+        argv = ["--job.config_file", "llama3_8b", f"--job.check_ranks={RANKS}"]
         argv += ["--training.global_batch_size", "-1"]  # no accumulation
         job = read_job([*argv, *overrides], RANKS, here=False)
         worst = estimate_job_memory(job).worst

@@ -1,7 +1,7 @@
 """Turn text into shards of token ids.
 
-python scripts/prepare_data.py --recipe recipes/python_library.toml
-python scripts/prepare_data.py TEXT --tokenizer tokenizer.model --out corpus
+titanlite prepare --recipe python_library
+titanlite prepare TEXT --tokenizer tokenizer.model --out corpus
 
 The first form reads, filters, deduplicates, tokenises, shuffles and packs, as the recipe says; the
 second one only tokenises. After an interruption, run the same command again: it continues where it

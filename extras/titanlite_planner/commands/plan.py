@@ -1,9 +1,9 @@
 """Find the fastest layout of a model on a cluster, with its memory, time and cost.
 
-  python scripts/plan.py --model llama3/70B --gpus 512xH100 --seq-len 8192 --global-batch 1024
-  python scripts/plan.py --job RUN.toml --gpus 64xA100 [--section.key value ...]
-  python scripts/plan.py --rows runs.csv [--out predictions.csv] [--table]
-  python scripts/plan.py --calibrate RUN [RUN ...] --gpus 8xH100 [--out efficiency.toml]
+  titanlite plan --model llama3/70B --gpus 512xH100 --seq-len 8192 --global-batch 1024
+  titanlite plan --job RUN.toml --gpus 64xA100 [--section.key value ...]
+  titanlite plan --rows runs.csv [--out predictions.csv] [--table]
+  titanlite plan --calibrate RUN [RUN ...] --gpus 8xH100 [--out efficiency.toml]
 
 It needs no GPU. Settings override those of the TOML, as for train.py; --fix fixes what the search
 chooses. --out writes the recommended layout as the job's TOML, the layouts shown as JSON, and
@@ -34,8 +34,6 @@ from titanlite_planner.plan.files import write_plan, write_text_files
 from titanlite_planner.plan.report import MEMORY_PARTS, part_title, report_lines
 from titanlite_planner.plan.request import PRECISION_OPTIONS, PlanArguments, read_plan_request
 from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
-
-CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +74,7 @@ def _check_mode(
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     names = [field.name for field in dataclasses.fields(PlanArguments) if field.name != "overrides"]
     given = {name: getattr(arguments, name) for name in names}
-    request = read_plan_request(PlanArguments(**given, overrides=overrides), CONFIGS)
+    request = read_plan_request(PlanArguments(**given, overrides=overrides))
     gc.freeze()  # of torch's objects, which each collection during the search would visit
     search = LayoutSearch(request.space, request.target, 1)
     layouts = find_alternatives(search)

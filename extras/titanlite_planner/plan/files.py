@@ -48,7 +48,7 @@ def planned_toml(request: PlanRequest, step: PlannedLayout, path: Path) -> str:
     """The job as a TOML for train.py: the settings that differ from the defaults."""
     cluster, degrees = request.cluster, step.choice.frame.degrees
     comments = [
-        f"Planned by scripts/plan.py for {cluster.gpus} x {cluster.gpu.name}: {degrees}",
+        f"Planned by titanlite plan for {cluster.gpus} x {cluster.gpu.name}: {degrees}",
         describe_choice(step.choice),
         f"estimated: {step.time.total:.3g} s a step, {step.memory.total / GIB:.1f} GiB on the"
         " worst rank",

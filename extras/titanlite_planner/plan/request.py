@@ -19,6 +19,7 @@ from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import load_config, raise_together
+from titanlite.settings.sources import TRAIN_CONFIGS
 from titanlite_planner.hardware import Cluster, parse_gpus
 from titanlite_planner.model_shape import shape_of
 from titanlite_planner.plan.layout_space import (
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """The options of scripts/plan.py as text; None: not given."""
+    """The options of titanlite plan as text; None: not given."""
 
     gpus: str | None = None
     model: str | None = None
@@ -95,9 +96,9 @@ class PlanRequest:
         return self.space.global_batch * self.space.seq_len
 
 
-def read_plan_request(arguments: PlanArguments, configs: Path) -> PlanRequest:
-    """Check the arguments; raises all problems together. `configs` has the TOMLs of the models."""
-    reader = _ArgumentReader(arguments, configs)
+def read_plan_request(arguments: PlanArguments) -> PlanRequest:
+    """Check the arguments; raises all problems together."""
+    reader = _ArgumentReader(arguments)
     request = reader.read()
     raise_together(reader.problems)
     assert request is not None, "no problems"
@@ -107,8 +108,8 @@ def read_plan_request(arguments: PlanArguments, configs: Path) -> PlanRequest:
 class _ArgumentReader:
     """Reads the arguments one by one, and collects the problems."""
 
-    def __init__(self, arguments: PlanArguments, configs: Path):
-        self.arguments, self.configs = arguments, configs
+    def __init__(self, arguments: PlanArguments):
+        self.arguments = arguments
         self.problems: list[UserError] = []
 
     def read(self) -> PlanRequest | None:
@@ -235,7 +236,7 @@ class _ArgumentReader:
         return fixed
 
     def _base(self, seq_len: int) -> JobConfig | None:
-        """The job's settings, or those of the TOML in train_configs that fits the model best."""
+        """The job's settings, or those of the shipped TOML that fits the model best."""
         arguments = self.arguments
         if (arguments.model is None) == (arguments.job is None):
             self._refuse(
@@ -282,8 +283,8 @@ class _ArgumentReader:
             known = ", ".join(_model_names())
             self._refuse(f"--model {self.arguments.model}: is not a model.", f"Models: {known}.")
             return None
-        own = self.configs / f"{name}_{flavor.lower()}.toml"
-        file = own if own.exists() else self.configs / "pretraining.toml"
+        own = TRAIN_CONFIGS / f"{name}_{flavor.lower()}.toml"
+        file = own if own.exists() else TRAIN_CONFIGS / "pretraining.toml"
         model = ["--model.name", name, "--model.flavor", flavor, "--compile.enable", "true"]
         return ["--job.config_file", str(file), *model]
 

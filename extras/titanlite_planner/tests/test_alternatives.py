@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
 from titanlite.errors import UserError
 from titanlite_planner import forked
 from titanlite_planner.dry_run.ranks import dry_run
@@ -25,7 +24,7 @@ from titanlite_planner.plan.search import LayoutSearch
 def request_of(model="llama3/8B", gpus="64xH100", batch="256", **changes) -> PlanRequest:
     given = {"seq_len": "8192", **changes}
     arguments = PlanArguments(model=model, gpus=gpus, global_batch=batch, **given)
-    return read_plan_request(arguments, ROOT / "train_configs")
+    return read_plan_request(arguments)
 
 
 def alternatives_of(request: PlanRequest):

@@ -6,16 +6,14 @@ import math
 
 import pytest
 
-from conftest import ROOT
 from titanlite.errors import UserError, format_error
 from titanlite_planner.plan.request import PlanArguments, read_plan_request
 
-CONFIGS = ROOT / "train_configs"
 GOOD = {"model": "llama3/70B", "gpus": "64xH100", "seq_len": "8192", "global_batch": "256"}
 
 
 def read(**changes):
-    return read_plan_request(PlanArguments(**{**GOOD, **changes}), CONFIGS)
+    return read_plan_request(PlanArguments(**{**GOOD, **changes}))
 
 
 def test_all_problems_are_reported_together():
@@ -88,7 +86,7 @@ def test_a_job_keeps_its_settings(run_toml):
 def test_a_model_has_the_settings_of_its_own_toml():
     request = read()
     assert request.base.model.flavor == "70B"
-    assert request.base.optimizer.lr == 1.5e-4  # train_configs/llama3_70b.toml
+    assert request.base.optimizer.lr == 1.5e-4  # llama3_70b.toml
     assert request.base.compile.enable
     assert request.base.validation.seq_len == 8192
     assert request.tokens == pytest.approx(20 * 70.55e9, rel=1e-3)  # without --tokens

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from conftest import ROOT
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.runtime.out_of_memory import GIB
@@ -29,7 +28,7 @@ FIXED = ["replicate=1", "offload_activations=no"]
 def request_of(gpus="8xH100", batch="16", **changes) -> PlanRequest:
     given = {"model": "llama3/8B", "seq_len": "4096", "overrides": SMALL, "fix": FIXED, **changes}
     arguments = PlanArguments(gpus=gpus, global_batch=batch, **given)
-    return read_plan_request(arguments, ROOT / "train_configs")
+    return read_plan_request(arguments)
 
 
 def search_of(request: PlanRequest, usable_bytes: float | None = None, **options) -> LayoutSearch:

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from conftest import ROOT
 from titanlite_planner.plan.request import PlanArguments, PlanRequest, read_plan_request
 from titanlite_planner.plan.search import LayoutSearch, PlannedLayout
 
@@ -19,7 +18,7 @@ def request_of(
     arguments = PlanArguments(
         model=model, gpus=gpus, seq_len="8192", global_batch=str(batch), fix=[*LESS, *fix]
     )
-    return read_plan_request(arguments, ROOT / "train_configs")
+    return read_plan_request(arguments)
 
 
 def fastest(request: PlanRequest) -> PlannedLayout:
