@@ -25,8 +25,11 @@ LAYERS = [  # of titanlite/
     {"training"},
     {"guard", "meters"},
     {"job"},
+    {"extensions"},
+    {"train"},
 ]
-EXTRAS = ["titanlite_lab", "titanlite_corpus", "titanlite_planner"]  # the last two import the first
+# titanlite_corpus and titanlite_planner import titanlite_lab; titanlite_cli imports all of them
+EXTRAS = ["titanlite_lab", "titanlite_corpus", "titanlite_planner", "titanlite_cli"]
 LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 FILES = sorted(PACKAGE.rglob("*.py"))
 EXTRA_FILES = [p for p in sorted((ROOT / "extras").rglob("*.py")) if "tests" not in p.parts]
@@ -34,7 +37,7 @@ SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 SOURCES = [ROOT / "train.py", *FILES, *EXTRA_FILES, *SCRIPTS]
 
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; self and cls are not counted
-MAX_ENTRY_LINES = 80  # of train.py
+MAX_ENTRY_LINES = 80  # of titanlite/train.py
 LONG_FUNCTIONS = {
     "titanlite/kernels/documents.py: _document_backward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
@@ -159,7 +162,7 @@ def test_the_trainer_imports_no_extra():
 @pytest.mark.parametrize("path", EXTRA_FILES, ids=lambda p: str(p.relative_to(ROOT / "extras")))
 def test_extras_import_the_trainer_and_the_lab(path):
     extra = path.relative_to(ROOT / "extras").parts[0]
-    allowed = {"titanlite", "titanlite_lab", extra}
+    allowed = {"titanlite", *(EXTRAS if extra == "titanlite_cli" else ("titanlite_lab", extra))}
     ours = {name.split(".")[0] for name in imported_modules(path) if name.startswith("titanlite")}
     assert ours <= allowed, f"{path.name} imports {sorted(ours - allowed)}"
 
@@ -192,8 +195,8 @@ def parse(path: Path) -> ast.Module:
 
 
 def test_train_py_is_short():
-    lines = (ROOT / "train.py").read_text(encoding="utf-8").count("\n")
-    assert lines <= MAX_ENTRY_LINES, f"train.py has {lines} lines"
+    lines = (PACKAGE / "train.py").read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_ENTRY_LINES, f"titanlite/train.py has {lines} lines"
 
 
 def test_no_two_module_level_names_are_equal():

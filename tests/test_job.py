@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from conftest import HANG_SECONDS, ROOT
 from titanlite.errors import ConfigError, UserError, UserErrors, format_error
+from titanlite.extensions import load_extensions
 from titanlite.job import read_job
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
@@ -21,6 +22,7 @@ from titanlite.job.torchtitan_keys import MOVED
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
+from titanlite.settings.sources import TRAIN_CONFIGS
 from titanlite.training.state import Counters
 from titanlite_corpus.shard_writer import ShardWriter
 
@@ -741,6 +743,15 @@ def test_the_start_shows_the_experts(run_toml):
     assert "2 per token; balancing: none\n" in none.summary(torch.device("cpu"), None)
 
 
+def test_a_toml_cannot_name_a_module_to_import(run_toml, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_a_stranger.py").write_text("raise SystemExit('it was imported')")
+    run_toml.write_text(run_toml.read_text().replace("[job]", '[job]\nimport = "of_a_stranger"'))
+    argv = load_extensions(["--job.config_file", str(run_toml)])
+    with pytest.raises(UserError, match='job.import = "of_a_stranger".*on the command line'):
+        read_job(argv, 1)
+
+
 def test_no_moved_key_is_a_current_key():
     assert not set(MOVED) & set(all_keys(JobConfig))
 
@@ -749,10 +760,8 @@ def test_ranks_to_check_without_a_check_are_refused(run_toml):
     assert "Remove it, or set job.check = true" in error_text(run_toml, "--job.check_ranks=8")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
-)
-def test_every_shipped_toml_passes_all_checks(path, corpus):
+@pytest.mark.parametrize("name", [path.stem for path in sorted(TRAIN_CONFIGS.glob("*.toml"))])
+def test_every_shipped_toml_is_found_by_name_and_passes_all_checks(name, corpus):
     ranks = {
         "llama3_8b": 8,
         "llama3_70b": 64,
@@ -760,15 +769,15 @@ def test_every_shipped_toml_passes_all_checks(path, corpus):
         "qwen3_30b_a3b": 32,
         "gpt_oss_20b": 32,
         "deepseek_v3_v3-671b": 2048,
-    }.get(path.stem, 2)
-    argv = ["--job.config_file", str(path), "--job.check=true", f"--job.check_ranks={ranks}"]
+    }.get(name, 2)
+    argv = ["--job.config_file", name, "--job.check=true", f"--job.check_ranks={ranks}"]
     argv += ["--data.tokenizer", "bytes"]
-    if path.stem == "gpt2_characters":  # fewer token ids than bytes have
+    if name == "gpt2_characters":  # fewer token ids than bytes have
         argv += ["--model.vocab_size", "258"]
     for side, key in (("train", "sources"), ("validation", "validation")):
         argv += [f"--data.{key}", f'[{{ name = "text", path = "{corpus}/{side}" }}]']
     assert read_job(argv, 1).degrees.ranks == ranks
-    assert read_toml(path)  # not empty
+    assert read_toml(name)  # not empty
 
 
 def test_each_missing_source_is_its_own_error(run_toml, tmp_path):

@@ -27,7 +27,8 @@ README = ROOT / "README.md"
 WEIGHT, PATH, PACKAGES = "<!-- weight -->", "<!-- path -->", "<!-- packages -->"
 OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a URL or a GPU asks,
     # and what watches a run of several ranks
-    *("elastic", "guard", "meters", "config_reference.py", "models/mup.py", "optim/mup.py"),
+    *("elastic", "guard", "meters", "config_reference.py", "extensions.py"),
+    *("models/mup.py", "optim/mup.py"),
     *("job/option_checks.py", "job/torchtitan_keys.py", "training/pipeline_engine.py"),
     *("training/validation.py", "training/batch_ramp.py", "training/weight_average.py"),
     "metrics/gpu_peaks.py",

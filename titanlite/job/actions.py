@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from titanlite.data import ValidationSet
@@ -20,6 +20,9 @@ from titanlite.training.run import Run
 from titanlite.training.validation import validate, validation_samples
 from titanlite.training.weight_average import average_of
 
+ACTIONS: dict[str, Callable[[Job, Run], periodic.PeriodicAction]] = {}
+# name -> builder of an action that runs before checkpoints are saved; a new one is one line here
+
 
 def add_periodic_actions(
     job: Job,
@@ -28,7 +31,7 @@ def add_periodic_actions(
     profilers: Mapping[str, Profiler],
     members: Members,
 ) -> Run:
-    """The run with its actions after a step, in this order. Add a periodic action here."""
+    """The run with its actions after a step, in this order."""
     config, state, sinks = job.config, run.state, run.sinks
     average, measure = average_of(state), partial(validate_sets, job, run, validation_sets)
 
@@ -68,6 +71,7 @@ def add_periodic_actions(
     actions = (
         periodic.log_overflows(state, sinks),
         periodic.log_metrics(state, run.throughput, sinks, config.metrics.log_freq),
+        *(build(job, run) for build in ACTIONS.values()),
         periodic.report_finished_save(run.checkpointer, sinks),
         periodic.save_checkpoints(state, run.checkpointer, sinks),
         *memory_checkpoints(state, run.checkpointer, sinks),

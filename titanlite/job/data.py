@@ -146,8 +146,8 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
     for source in job.config.data.sources:
         if source.format == TEXT:
             logger.info(
-                'source "%s" is tokenized while it is read; to do it once, before runs: python'
-                " scripts/prepare_data.py '%s' --tokenizer %s --out outputs/%s",
+                'source "%s" is tokenized while it is read; to do it once, before runs:'
+                " titanlite prepare '%s' --tokenizer %s --out outputs/%s",
                 source.name,
                 source.path,
                 job.config.data.tokenizer,

@@ -88,7 +88,7 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
         yield ConfigError(
             "data.sources: is empty: there is nothing to train on.",
             fix='Write sources = [{ name = "text", path = "corpus/train" }] in [data];'
-            " scripts/prepare_data.py makes such a folder.",
+            " titanlite prepare makes such a folder.",
         )
     if config.validation.enable and not config.data.validation:
         yield ConfigError(

@@ -16,7 +16,7 @@ from titanlite.storage import StorageFolder
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
 _PREFETCHED = "is not needed: data is always prefetched, and checkpoints store its position."
-_CUSTOM = "is not supported: a job runs only the code of this repository."
+_CUSTOM = "is code, which a TOML cannot name: use --job.import MODULE on the command line."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "evaluation": "is now a command: python -m titanlite_lab evaluate --watch RUN.",
@@ -47,6 +47,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "parallelism.pipeline_parallel_expert_parallel_overlap": "is not available in this version.",
     "job.save_config_file": "is not needed: it is always saved, in dump_folder/config.toml.",
     "job.custom_config_module": _CUSTOM,
+    "job.import": _CUSTOM,
     "job.print_args": "is now job.print_config.",
     "experimental": _CUSTOM,
     "fault_tolerance": "is not available in this version.",

@@ -26,7 +26,8 @@ from titanlite.runtime.diagnosis import SILENT_FRACTION, STUCK_FRACTION
 from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS, TRACES_SECONDS
 
 PURPOSE = {  # of each package, in two short lines at most
-    "train.py": "one run",
+    "train": "one run",
+    "extensions": "entry points of packages, --job.import",
     "scripts": "one command each",
     "job": "the checked configuration,\nthe builders of a run",
     "training": "engine, step, loop,\nperiodic actions",
@@ -55,7 +56,8 @@ PURPOSE = {  # of each package, in two short lines at most
 
 def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
     """The packages by layer, from `layers` (lowest first), which the architecture test enforces."""
-    rows = [["train.py", "scripts"], *(sorted(layer) for layer in reversed(layers))]
+    rows = [sorted(layer) for layer in reversed(layers)]
+    rows[0].append("scripts")
     width, row_height, gap = 10.0, 0.78, 0.16
     height = len(rows) * (row_height + gap) + 0.62
     figure, axes = new_canvas(width, height)
@@ -69,7 +71,7 @@ def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
         colour=FAINT,
         align="left",
     )
-    colours = [GREY, AMBER, AMBER, BLUE, BLUE, GREEN, GREEN, GREY]
+    colours = [GREY, GREY, AMBER, AMBER, BLUE, BLUE, GREEN, GREEN, GREY]
     for number, names in enumerate(rows):
         y = height - 0.55 - (number + 1) * (row_height + gap) + gap
         each = (width - 0.4 - 0.12 * (len(names) - 1)) / len(names)
