@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 from titanlite_corpus.shard_writer import ShardWriter, write_corpus_manifest
 
 ROOT = Path(__file__).parent
-sys.path.append(str(ROOT / "scripts"))  # for tests that import a script: it imports checkout.py
 # After this a process is taken for hung, on a machine however busy; no measure of speed.
 HANG_SECONDS = 600
 bind_gloo_to_loopback(1)  # all ranks of tests run on this machine, and inherit it

@@ -3,8 +3,7 @@
 import sys
 
 import checkout  # noqa: F401
-from titanlite_lab.dispatch import run_command
-from titanlite_planner.__main__ import COMMANDS
+from titanlite_cli import run_titanlite
 
 if __name__ == "__main__":
-    sys.exit(run_command("titanlite_planner", COMMANDS, ["plan", *sys.argv[1:]]))
+    sys.exit(run_titanlite(["plan", *sys.argv[1:]]))

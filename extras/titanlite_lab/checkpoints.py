@@ -62,7 +62,7 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
         fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
         " folder of one step, such as"
         " outputs/checkpoint/step-100. Convert a Hugging Face folder first, by"
-        " scripts/checkpoint.py from-hf.",
+        " titanlite checkpoint from-hf.",
     )
 
 

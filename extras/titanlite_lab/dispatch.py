@@ -1,4 +1,4 @@
-"""`python -m PACKAGE COMMAND …` of the packages beside the trainer."""
+"""`titanlite COMMAND …`, and `python -m PACKAGE COMMAND …` of the packages beside the trainer."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from pathlib import Path
 
 import titanlite
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.extensions import load_extensions
 
 
-def run_command(package: str, commands: Mapping[str, str], argv: list[str]) -> int:
+def run_command(
+    package: str, commands: Mapping[str, str], argv: list[str], program: str = ""
+) -> int:
     """Run the module `package.commands.NAME` of a command; returns the exit code.
 
-    `commands`: the name of each on the command line -> what it does.
+    `commands`: the name of each on the command line -> what it does. `program`: how the user calls
+    them; default: python -m PACKAGE.
     """
+    program = program or f"python -m {package}"
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends a command without a traceback
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         width = max(map(len, commands))
-        print(f"usage: python -m {package} COMMAND …\n")
+        print(f"usage: {program} COMMAND …\n")
         print("\n".join(f"  {name:{width}}  {text}" for name, text in commands.items()))
         return EXIT_DONE
     try:
         check_one_checkout()
         if name not in commands:
             raise UserError(f'command "{name}": must be {", ".join(commands)}.')
-        sys.argv[0] = f"python -m {package} {name}"  # for the usage that argparse prints
+        rest = load_extensions(rest)
+        sys.argv[0] = f"{program} {name}"  # for the usage that argparse prints
         module = import_module(f"{package}.commands.{name.replace('-', '_')}")
         return module.main(rest)
     except UserError as error:

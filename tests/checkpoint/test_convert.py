@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scripts import checkpoint as checkpoint_script
-from scripts import generate as generate_script
 from tests.checkpoint.test_huggingface import edit_json, export, random_model
 from tests.distributed.oracle import SIZES
 from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.data import open_tokenizer
 from titanlite.errors import CheckpointError
 from titanlite.storage import StorageFolder
+from titanlite_cli.commands import checkpoint as checkpoint_script
+from titanlite_cli.commands import generate as generate_script
 from titanlite_corpus.chat.encode import ChatEncoder
 from titanlite_corpus.chat.template import open_chat_template
 from titanlite_corpus.prepare import PrepareSettings, prepare_corpus
@@ -144,10 +144,9 @@ def test_what_a_published_folder_says_survives_training_a_resume_and_the_export(
     assert config["eos_token_id"] == [401, 404]  # of generation_config.json, as transformers stops
     assert kept == generation and settings["chat_template"] == CHATML
     assert (exported / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    argv = ["generate.py", "--checkpoint", str(out), "--temperature", "0", "--max-new-tokens", "8"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--chat"])
+    argv = ["--checkpoint", str(out), "--temperature", "0", "--max-new-tokens", "8", "--chat"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
-    assert generate_script.main() == 0
+    assert generate_script.main(argv) == 0
     model = load_generator(StorageFolder(out / "checkpoint" / "step-3"), torch.device("cpu"))
     encoder = ChatEncoder(model.tokenizer, open_chat_template("chatml", model.tokenizer))
     chat, shown = [], ""

@@ -9,9 +9,9 @@ import subprocess
 import pytest
 
 from conftest import ROOT
-from scripts import checkpoint
 from tests.checkpoint.test_checkpointer import DAMAGE, save_two_steps
 from tests.distributed.ranks import run_on_ranks
+from titanlite_cli.commands import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ def test_every_script_of_a_second_clone_imports_that_clone(tmp_path):
     clone = tmp_path / "clone"
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "scripts", clone / "scripts", ignore=ignored)
-    extras = ["extras/titanlite_corpus", "extras/titanlite_lab", "extras/titanlite_planner"]
+    extras = [f"extras/{path.parent.name}" for path in ROOT.glob("extras/*/__init__.py")]
     for package in ("titanlite", "benchmarks", *extras):
         (clone / package).mkdir(parents=True)
         (clone / package / "__init__.py").write_text("raise SystemExit('of the clone')\n")

@@ -59,7 +59,7 @@ def check_job_properties(
     if "mtp_layers" in differences.get("model", ""):
         fix = (
             "Set model.mtp_layers as it was saved: a checkpoint keeps its blocks for multi-token"
-            " prediction. To train without them, write a folder (scripts/checkpoint.py to-hf) and"
+            " prediction. To train without them, write a folder (titanlite checkpoint to-hf) and"
             " start from it with checkpoint.initial_load_in_hf = true."
         )
     raise CheckpointError(

@@ -7,12 +7,12 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import xxhash
 
+import titanlite
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.storage import UNFINISHED, StorageFolder
@@ -195,11 +195,7 @@ def check_hashes(folder: StorageFolder, manifest: CheckpointManifest, names: Ite
 
 
 def software_versions() -> dict[str, str]:
-    try:
-        own = version("titanlite")
-    except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
-    return {"titanlite": own, "torch": torch.__version__}
+    return {"titanlite": titanlite.__version__, "torch": torch.__version__}
 
 
 def _no_checkpoint_error(folder: StorageFolder) -> CheckpointError:

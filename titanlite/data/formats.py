@@ -13,7 +13,7 @@ TEXT = "text"
 # (text_source.py), a validation set when it is opened (validation_set.py)
 
 FORMATS: dict[str, SourceOpener] = {
-    "megatron": open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "megatron": open_shards,  # .bin/.idx shards, as titanlite prepare writes them
     "packed": open_packed,  # the same, of windows in which documents are packed by best fit
 }
 

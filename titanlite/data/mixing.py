@@ -87,7 +87,7 @@ def _check(
             yield DataError(
                 f"data.mixture.temperature = {config.temperature:g}: the size of the source"
                 f' "{source.name}" is unknown.',
-                fix="Prepare it (scripts/prepare_data.py), or set weights instead.",
+                fix="Prepare it (titanlite prepare), or set weights instead.",
             )
 
 

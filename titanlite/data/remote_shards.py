@@ -145,7 +145,7 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
     if MANIFEST not in present:
         raise DataError(
             f"{url}: has no {MANIFEST}" + ("." if present else ", or does not exist."),
-            fix="Copy a complete folder there that scripts/prepare_data.py made.",
+            fix="Copy a complete folder there that titanlite prepare made.",
         )
     with remote_errors(str(folder)):
         content = folder.fs.cat_file(folder.path_of(MANIFEST))

@@ -168,7 +168,7 @@ def open_text_samples(
     if config.max_epochs or not config.shuffle:
         raise DataError(
             f"{label}: max_epochs and shuffle = false need prepared shards.",
-            fix="Remove them, or prepare the text: scripts/prepare_data.py.",
+            fix="Remove them, or prepare the text: titanlite prepare.",
         )
     text = TextSource(
         config.path,

@@ -40,7 +40,7 @@ MAGIC = b"MMIDIDX\0\0"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 ID_TYPES = {code: np.dtype(name) for code, name in _CODES.items()}
-_PREPARE = "scripts/prepare_data.py makes a folder that can be read."
+_PREPARE = "titanlite prepare makes a folder that can be read."
 _BUFFERED_IDS = 1 << 20
 
 
@@ -237,7 +237,7 @@ def _check_content(
         raise DataError(
             f'{location}: has no {MANIFEST}, so data.verify = "full" has nothing to compare it'
             " with.",
-            fix='Use data.verify = "sample", or make the corpus with scripts/prepare_data.py.',
+            fix='Use data.verify = "sample", or make the corpus with titanlite prepare.',
         )
     if checks.verify == "full":
         verify_corpus(location, checks.verify_slice)
@@ -304,7 +304,7 @@ def _list_shard_files(location: Path) -> list[tuple[Path, Path]]:
             f"{location}: {len(missing)} of {2 * len(pairs)} files are missing: {names}.",
             fix="A shard is a .bin and an .idx of the same name; copy both. A .bin that never had"
             " an .idx, such as nanoGPT's or llm.c's, cannot be read: prepare its text with"
-            " scripts/prepare_data.py.",
+            " titanlite prepare.",
         )
     return pairs
 

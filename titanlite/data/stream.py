@@ -257,5 +257,5 @@ def check_bos(sources: Mapping[str, bool]) -> None:
         without = [name for name in sources if name not in with_bos]
         raise DataError(
             f"documents begin with BOS in {', '.join(with_bos)}, and not in {', '.join(without)}.",
-            fix="Prepare all of them with or all without --bos (scripts/prepare_data.py).",
+            fix="Prepare all of them with or all without --bos (titanlite prepare).",
         )

@@ -301,5 +301,5 @@ def too_long_error(location: str, max_bytes: int) -> DataError:
     return DataError(
         f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
         fix=f"Split it into several documents, or raise the limit: {_DOCUMENT_LIMIT}. A worker of"
-        " scripts/prepare_data.py needs about 50 times the limit in memory.",
+        " titanlite prepare needs about 50 times the limit in memory.",
     )

@@ -98,7 +98,7 @@ class TokenizedText(TokenSource):
                 raise DataError(
                     f"{path}: has more than {MAX_TEXT_BYTES >> 20} MiB of text, which every rank"
                     " would keep in memory as token ids.",
-                    fix="Give fewer files, or prepare the text: scripts/prepare_data.py.",
+                    fix="Give fewer files, or prepare the text: titanlite prepare.",
                 )
             parts.append(encode(text).astype(id_type))
         if not parts:

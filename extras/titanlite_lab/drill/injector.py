@@ -1,6 +1,6 @@
 """Run train.py with numerical faults, for the drill and the tests.
 
-python …/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
+python -m titanlite_lab.drill.injector '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
 
 ARGS are those of train.py, which has no code for this: the builders in titanlite/job/build.py are
 wrapped from outside.
@@ -15,20 +15,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
+from titanlite.distributed.time_limit import exit_process
 from titanlite.job import build as builders
 from titanlite.log import logger
+from titanlite.train import main as train
 from titanlite.training.state import TrainState
 
 VALUES = {"nan": math.nan, "inf": math.inf, "1e30": 1e30}  # and "flip", a bit
@@ -204,16 +202,12 @@ def injected(fault: NumericalFault, rank: int):
 
 
 def main(argv: list[str]) -> int:
-    import train
-
     rank, _ = launched_rank_and_world_size()
     with ExitStack() as stack:
         for fault in json.loads(argv[0]):
             stack.enter_context(injected(NumericalFault(**fault), rank))
-        return train.main(argv[1:])
+        return train(argv[1:])
 
 
 if __name__ == "__main__":
-    from titanlite.distributed.time_limit import exit_process
-
     exit_process(main(sys.argv[1:]))

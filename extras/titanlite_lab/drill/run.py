@@ -17,8 +17,8 @@ from typing import Any
 
 from titanlite.errors import CheckpointError
 
-TRAIN = Path(__file__).parents[3] / "train.py"
-INJECTOR = Path(__file__).with_name("injector.py")
+TRAIN = ["-m", "titanlite.train"]
+INJECTOR = ["-m", "titanlite_lab.drill.injector"]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Drill:
         self.starts += 1
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         faults = [each for each in (self.poison, fault) if each]
-        program = [str(INJECTOR), json.dumps(faults)] if faults else [str(TRAIN)]
+        program = [*INJECTOR, json.dumps(faults)] if faults else TRAIN
         if file_limit is not None:  # neither torchrun nor the log has the limit
             limit = f'exec > >(cat) 2>&1; ulimit -S -f {file_limit} && exec "$@"'
             program = ["--no-python", "bash", "-c", limit, "bash", sys.executable, *program]

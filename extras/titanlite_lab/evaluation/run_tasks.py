@@ -174,7 +174,7 @@ def _open_export(folder: str, settings: EvaluationSettings, device: torch.device
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise CheckpointError(
             f"{folder}: transformers cannot load it ({reason}).",
-            fix="Give a folder that scripts/checkpoint.py to-hf wrote.",
+            fix="Give a folder that titanlite checkpoint to-hf wrote.",
         ) from error
 
 

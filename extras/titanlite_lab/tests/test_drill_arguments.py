@@ -86,7 +86,7 @@ def test_the_second_job_on_a_folder_has_the_ranks_of_the_first(tmp_path, monkeyp
     stub = tmp_path / "train.py"
     stub.write_text(STUB)
     for module in (faults, run):
-        monkeypatch.setattr(module, "TRAIN", stub, raising=False)
+        monkeypatch.setattr(module, "TRAIN", [str(stub)], raising=False)
     drill = run.Drill(tmp_path / "out", [], 2, [[]], random.Random(0), 0.1)
     try:
         assert "was refused" in faults.share_the_checkpoint_folder(drill)

@@ -1,0 +1,1 @@
+"""One module for each command of `titanlite` that no other package has."""
