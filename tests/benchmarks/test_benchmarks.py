@@ -173,6 +173,7 @@ def test_the_script_measures_a_case_and_writes_its_table(tmp_path, monkeypatch, 
     out = tmp_path / "order.md"
     arguments = ["--case", "order", "--rounds", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # as for a command; it imports checkout.py
     runpy.run_path(str(ROOT / "scripts" / "benchmark.py"), run_name="__main__")
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["command"] == f"python scripts/benchmark.py {' '.join(arguments)}"
