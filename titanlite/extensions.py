@@ -13,7 +13,7 @@ from typing import Any
 
 from titanlite.errors import ConfigError
 
-TABLES = {  # group of entry points -> the table that each of them adds to, under its own name
+TABLES = {  # group of entry points -> its table; as text, because to import one takes seconds
     "titanlite.families": "titanlite.models:FAMILIES",
     "titanlite.optimizers": "titanlite.optim:OPTIMIZERS",
     "titanlite.schedules": "titanlite.optim:LR_DECAYS",
