@@ -18,6 +18,7 @@ BENCHMARKS, EXTRAS = "benchmarks/*.md", "extras/**/*.md"
 PROJECT = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 MEDIA = ("docs/pictures/*.png", "docs/_make/*.css")
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml"}
+KEY = re.compile(r"(?<=<code>)[\w.:]{33,}")
 LINK = re.compile(r"\[([^]]+)\]\(([^)\s#]+)[^)]*\)")
 
 
@@ -53,6 +54,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path not in files.src_uris:
             files.append(_source_page(path, config))
     return files
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Long keys in tables may break after a dot, a colon or an underscore."""
+    return re.sub(r"<t[dh][^>]*>.*?</t[dh]>", lambda cell: KEY.sub(_breakable, cell[0]), html)
+
+
+def _breakable(key: re.Match[str]) -> str:
+    return re.sub(r"([.:_])", r"\1<wbr>", key[0])
 
 
 def _paths(*patterns: str) -> list[str]:
