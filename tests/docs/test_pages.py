@@ -6,17 +6,21 @@ import ast
 import json
 import re
 import runpy
+import shlex
+import subprocess
 
 import pytest
 
 from conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections
+from titanlite.job import read_job
 from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.job.torchtitan_keys import ALWAYS, MOVED
+from titanlite.settings import load_config
 from titanlite.settings.sources import TRAIN_CONFIGS
 from titanlite_corpus.read import CorpusSource
-from titanlite_corpus.recipe import Recipe
+from titanlite_corpus.recipe import Recipe, load_recipe
 
 PAGES = list_pages()
 README = ROOT / "README.md"
@@ -25,6 +29,7 @@ KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys
 # after the first two, which a TOML cannot have, job properties of checkpoints
 PLACEHOLDERS = {"section.key", "job.import", "data.bos", "data.content", "data.phases"}
 SECTIONS = {section.name for section in list_sections(JobConfig)}
+FROM_OTHERS = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
 OF_TORCHTITAN = (
     ROOT / "docs" / "reference" / "torchtitan.md"
 )  # lists keys that titanlite does not have
@@ -61,6 +66,26 @@ def test_every_key_on_a_page_exists(page):
     unknown = named - of_code - KEYS - PLACEHOLDERS
     unknown -= {*MOVED, *ALWAYS} if page.name == "CHANGELOG.md" else set()
     assert not unknown, sorted(unknown)
+
+
+@pytest.mark.parametrize("page", FROM_OTHERS, ids=name_of)
+def test_settings_that_replace_those_of_another_trainer_are_accepted(page, tmp_path):
+    """Keys in the column `here`, with the value beside them, and whole jobs and recipes."""
+    setting = re.compile(r"""`(\w+\.[\w.]+)(?: = "?([^`]+?)"?)?`""")
+    named, arguments = set(), []
+    for row in re.findall(r"^\| .*$", page.read_text("utf-8"), re.M):
+        for key, value in setting.findall(row.split("|")[2]):
+            named.add(key)
+            arguments += [f"--{key}={value}"] if value else []
+    assert not named - KEYS
+    for argument in arguments:
+        assert not load_config(JobConfig, [argument])[1]
+    for block in code_blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+            recipe = "[[sources]]" in block.text
+            job = ["--job.config_file", str(tmp_path / block.file)]
+            assert load_recipe(tmp_path / block.file) if recipe else read_job(job, 8, here=False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -175,6 +200,16 @@ def test_every_page_is_in_the_index():
     listed = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
     pages = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
     assert pages <= listed, sorted(map(name_of, pages - listed))
+
+
+@pytest.mark.slow
+def test_the_planner_gives_the_answers_of_the_faq(python):
+    blocks = code_blocks(ROOT / "docs" / "faq.md")
+    for command, answer in zip(blocks[::2], blocks[1::2], strict=True):
+        _, *arguments = shlex.split(command.text)
+        result = subprocess.run([python, *arguments], cwd=ROOT, capture_output=True, text=True)
+        missing = set(answer.text.splitlines()) - set(result.stdout.splitlines())
+        assert not missing, f"{command.text}{result.stdout}{result.stderr}"
 
 
 def test_every_picture_is_small_and_drawn_by_a_script():
