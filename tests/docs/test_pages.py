@@ -52,6 +52,12 @@ def test_every_link_and_anchor_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_site_shows_what_is_inside_of_a_list_as_github_does(page):
+    """Python-Markdown needs four columns for a table, a list or a code block in a list."""
+    assert not re.findall(r"^ {1,3}(?:\||```|[-*] |\d+\. ).*", prose(page), re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_key_on_a_page_exists(page):
     """As --section.key in commands, and as `section.key` in text."""
     if page == OF_TORCHTITAN:
