@@ -2,12 +2,11 @@
 #SBATCH --ntasks-per-node=1 --signal=B:USR1@300 --requeue --open-mode=append
 # Train under SLURM: sbatch --nodes 2 --gpus-per-node 8 scripts/slurm.sh --job.config_file run.toml …
 # 300 seconds before the time limit, all ranks save a checkpoint and exit, and the job is requeued.
-# Environment variables: RANKS_PER_NODE (default: GPUs of the node), MAX_RESTARTS (default: 3), and
-# MIN_NODES (default: all): with sbatch --no-kill, the run goes on while at least these are left.
+# Environment variables: RANKS_PER_NODE (default: GPUs of the node), MAX_RESTARTS (default: 3), MIN_NODES (default: all;
+# with sbatch --no-kill, the run goes on while at least these are left), and CONTAINER, the words between srun and its
+# command: options of srun (--container-image=…) or a command (apptainer exec --nv …).
+# In an array of jobs, %a in an argument is the index: sbatch --array 1-3 … --job.dump_folder outputs/%a
 set -u
-# After SIGTERM, torchrun kills the ranks after this time, 30 s by default, unless SLURM does so first.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else all restarts use the store of the first start
 
 wait_for() {  # wait_for PID: return its exit code; a loop, because a trap interrupts `wait`
   local code=0
@@ -17,25 +16,24 @@ wait_for() {  # wait_for PID: return its exit code; a loop, because a trap inter
 
 run_node() {  # run torchrun on a node; it ignores SIGUSR1, which would end it
   local launcher signalled=
-  ulimit -n "$(ulimit -Hn)"  # the store of the ranks has two connections for each of them
-  (trap '' USR1; exec torchrun "$@") &
+  (trap '' USR1; exec bash scripts/launch.sh "$@") &
   launcher=$!
-  # Repeat the signal, because a rank that is still starting ignores it.
-  signal_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
+  # Repeat the signal, because a rank that is still starting ignores it, and torchrun may not have started any.
+  signal_ranks() { while kill -0 "$launcher" 2>/dev/null; do pkill -USR1 -P "$launcher"; sleep 5; done; }
   trap '[ "$signalled" ] || { signalled=1; signal_ranks & }' USR1
   wait_for "$launcher"
 }
 export -f wait_for run_node
 
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=0 --no-kill bash -c 'run_node "$@"' run_node \
-  --nnodes "${MIN_NODES:-$SLURM_NNODES}:$SLURM_NNODES" --nproc_per_node "${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}" \
-  --max-restarts "${MAX_RESTARTS:-3}" --rdzv_backend c10d \
-  --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
-  --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 10000))" train.py "$@" &
+export NNODES="${MIN_NODES:+$MIN_NODES:}$SLURM_NNODES" NPROC_PER_NODE="${RANKS_PER_NODE:-}"
+srun --kill-on-bad-exit=0 --no-kill ${CONTAINER:-} bash -c 'run_node "$@"' run_node \
+  --max-restarts "${MAX_RESTARTS:-3}" train.py "${@//%a/${SLURM_ARRAY_TASK_ID:-%a}}" &
 step=$! signalled=
 trap 'signalled=1; kill -USR1 "$step"' USR1  # srun forwards it to every node
 wait_for "$step"
 code=$?
-[ "$signalled" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
+case $code in
+  0 | 2 | 3) ;;  # the run is complete, or the same command would fail again
+  *) [ "$signalled" ] && scontrol requeue "$SLURM_JOB_ID" ;;
+esac
 exit "$code"
