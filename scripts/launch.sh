@@ -37,7 +37,7 @@ else
   gpus=$(nvidia-smi -L 2> /dev/null | grep -c ^GPU) || true
   if [[ -z "$processes" || "$processes" == 0 ]]; then processes=$( (( gpus )) && echo gpu || echo 1); fi
 fi
-flags=(--nproc-per-node "$processes" --rdzv-backend c10d)
+flags=(--nnodes "$nodes" --nproc-per-node "$processes" --rdzv-backend c10d)
 if [[ "$nodes" == 1 ]]; then
   # By default torchrun's stores listen on every network interface, and their clients unpickle what is written into
   # them. Here the rendezvous uses a private file, and the store of the ranks listens on the loopback interface only.
@@ -46,14 +46,14 @@ elif [[ -z "$address" ]]; then
   echo "launch.sh: NNODES = $nodes, but MASTER_ADDR is not set. Set it to the host name of the first machine." >&2
   exit 2
 else
-  flags+=(--nnodes "$nodes" --rdzv-id "$run" --rdzv-endpoint "$address:$port")
+  flags+=(--rdzv-id "$run" --rdzv-endpoint "$address:$port")
   if [[ "$rank" ]]; then flags+=(--rdzv-conf "is_host=$((rank == 0))"); fi
   # The others may not be able to resolve the host name of a VM or a container.
   if [[ "$hosts" ]]; then flags+=(--local-addr "$(sed -n "$((rank + 1))p" <<< "$hosts")"); fi
 fi
 # torch calls numactl, and fails on a node whose cores this job may not use.
 if [[ "$processes" =~ ^(gpu|auto)$ || "$processes" =~ ^[0-9]+$ && "$processes" -le "$gpus" ]] && (( gpus )) &&
-  [[ "${NUMA_BINDING=node}" && "$(env -u OMP_NUM_THREADS nproc)" == "$(nproc --all)" ]] && command -v numactl > /dev/null
+  [[ "${NUMA_BINDING=node}" && "$(env -u OMP_NUM_THREADS nproc)" == "$(nproc --all)" ]] && command -v numactl >/dev/null
 then flags+=(--numa-binding "$NUMA_BINDING"); fi
 if [[ "${LOG_DIR:-}" ]]; then flags+=(--log-dir "$LOG_DIR/$(hostname)" --tee 3); fi
 ulimit -n "$(ulimit -Hn)" || true  # the store of the ranks has two connections for each of them

@@ -21,6 +21,7 @@ run_node() {  # run torchrun on a node; it ignores SIGUSR1, which would end it
   # Repeat the signal, because a rank that is still starting ignores it, and torchrun may not have started any.
   signal_ranks() { while kill -0 "$launcher" 2>/dev/null; do pkill -USR1 -P "$launcher"; sleep 5; done; }
   trap '[ "$signalled" ] || { signalled=1; signal_ranks & }' USR1
+  trap : TERM  # SLURM sends it to torchrun, too; without a trap this shell would end before the ranks have saved
   wait_for "$launcher"
 }
 export -f wait_for run_node
@@ -34,6 +35,7 @@ wait_for "$step"
 code=$?
 case $code in
   0 | 2 | 3) ;;  # the run is complete, or the same command would fail again
+  75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped and saved; scancel ends this shell before
   *) [ "$signalled" ] && scontrol requeue "$SLURM_JOB_ID" ;;
 esac
 exit "$code"

@@ -13,7 +13,7 @@ import pytest
 from conftest import HANG_SECONDS, ROOT
 
 LAUNCH = ROOT / "scripts" / "launch.sh"
-HERE = "--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint FILE --local-addr 127.0.0.1"
+HERE = "--rdzv-conf store_type=file --rdzv-endpoint FILE --local-addr 127.0.0.1"
 SLURM = {"SLURM_STEP_NODELIST": "gpu[07-09,12],other", "SLURM_STEP_NUM_NODES": "5"}
 SLURM |= {"SLURM_NODEID": "4", "SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
 KUBEFLOW = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"}
@@ -23,73 +23,47 @@ SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9", "SKYPILOT_NUM_NODES": "2"
 SKYPILOT |= {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
 DSTACK = {"DSTACK_NODES_IPS": "10.0.0.4\n10.0.0.9", "DSTACK_NODES_NUM": "2"}
 DSTACK |= {"DSTACK_NODE_RANK": "0", "DSTACK_GPUS_PER_NODE": "0"}
-ADDRESS = "--nnodes 2 --rdzv-id titanlite --rdzv-endpoint"
-CASES = {  # environment, arguments, the processes of a machine, the other flags of torchrun
-    "processes": (SLURM, "3", "3", HERE),
-    "nothing": ({}, "", "1", HERE),
-    "one node": (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "", "8", HERE),
-    "SLURM": (
-        SLURM,
-        "--max-restarts 3",
-        "8",
-        "--rdzv-backend c10d --nnodes 5 --rdzv-id 123456.0 --rdzv-endpoint gpu07:23456"
-        " --rdzv-conf is_host=0 --max-restarts 3",
-    ),
-    "Kubeflow": (
-        KUBEFLOW,
-        "",
-        "auto",
-        f"--rdzv-backend c10d {ADDRESS} job-node-0-0.job:29500 --rdzv-conf is_host=1",
-    ),
-    "JobSet": (
-        JOBSET,
-        "",
-        "1",
-        f"--rdzv-backend c10d {ADDRESS} job-node-0-0.job:29400 --rdzv-conf is_host=0",
-    ),
-    "SkyPilot": (
-        SKYPILOT,
-        "",
-        "4",
-        f"--rdzv-backend c10d {ADDRESS} 10.0.0.4:29400 --rdzv-conf is_host=0 --local-addr 10.0.0.9",
-    ),
-    "dstack": (
-        DSTACK,
-        "",
-        "1",
-        f"--rdzv-backend c10d {ADDRESS} 10.0.0.4:29400 --rdzv-conf is_host=1 --local-addr 10.0.0.4",
-    ),
-    "hosts": (
-        {"NNODES": "2:4", "MASTER_ADDR": "login", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"},
-        "--rdzv-conf is_host=0",
-        "8",
-        "--rdzv-backend c10d --nnodes 2:4 --rdzv-id titanlite --rdzv-endpoint login:1234"
-        " --rdzv-conf is_host=0",
-    ),
+HOSTS = {"NNODES": "2:4", "MASTER_ADDR": "login", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
+RUN = "--rdzv-id titanlite --rdzv-endpoint"
+CASES = {  # environment, arguments, machines, processes of each, the other flags of torchrun
+    "processes": (SLURM | KUBEFLOW, "3", "1", "3", HERE),
+    "nothing": ({}, "", "1", "1", HERE),
+    "one node": (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, "", "1", "8", HERE),
+    "SLURM": (SLURM, "", "5", "8", "--rdzv-id 123456.0 --rdzv-endpoint gpu07:23456 [1]"),
+    "Kubeflow": (KUBEFLOW, "", "2", "auto", f"{RUN} job-node-0-0.job:29500 [0]"),
+    "JobSet": (JOBSET, "", "2", "1", f"{RUN} job-node-0-0.job:29400 [1]"),
+    "SkyPilot": (SKYPILOT, "", "2", "4", f"{RUN} 10.0.0.4:29400 [1] --local-addr 10.0.0.9"),
+    "dstack": (DSTACK, "", "2", "1", f"{RUN} 10.0.0.4:29400 [0] --local-addr 10.0.0.4"),
+    "hosts": (HOSTS, "--role a", "2:4", "8", f"{RUN} login:1234 --role a"),
 }
 
 
 def dry_run(environment: dict[str, str], arguments: str) -> str:
-    """The flags of torchrun that launch.sh prints."""
+    """The flags that launch.sh would give to torchrun."""
     done = subprocess.run(
         ["bash", str(LAUNCH), "--dry-run", *arguments.split(), "train.py", "--a", "b c"],
-        env={"PATH": os.environ["PATH"], **environment},
+        env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    head, tail = "launch.sh: torchrun --nproc-per-node ", " train.py --a b\\ c\n"
+    head, tail = "launch.sh: torchrun ", " train.py --a b\\ c\n"
     assert done.stderr.startswith(head) and done.stderr.endswith(tail), done.stderr
     return done.stderr.removeprefix(head).removesuffix(tail)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_scheduler_gives_torchrun_its_machines(case):
-    environment, arguments, processes, flags = CASES[case]
-    words = dry_run(environment, arguments).split()
+def test_each_scheduler_gives_torchrun_its_machines(case, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # also on a machine with GPUs
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment, arguments, machines, processes, others = CASES[case]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = dry_run(path | environment, arguments).split()
     if "store_type=file" in words:
         words[words.index("--rdzv-endpoint") + 1] = "FILE"
-    assert " ".join(words) == f"{processes} {flags}"
+    others = others.replace("[0]", "--rdzv-conf is_host=1").replace("[1]", "--rdzv-conf is_host=0")
+    expected = f"--nnodes {machines} --nproc-per-node {processes} --rdzv-backend c10d {others}"
+    assert " ".join(words) == expected
 
 
 def test_processes_are_bound_to_the_cores_near_their_gpus_where_torchrun_can(tmp_path):
@@ -98,7 +72,7 @@ def test_processes_are_bound_to_the_cores_near_their_gpus_where_torchrun_can(tmp
         (tmp_path / name).chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert dry_run(path, "").endswith(" --numa-binding node")
-    assert dry_run(path, "").startswith("gpu ")
+    assert "--nproc-per-node gpu " in dry_run(path, "")
     for unbound in ({"NUMA_BINDING": ""}, {"NPROC_PER_NODE": "3"}):
         assert "numa" not in dry_run(path | unbound, "")
     assert "numa" not in dry_run(path, "2")
