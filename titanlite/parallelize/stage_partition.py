@@ -15,17 +15,24 @@ _FIRST_KEY = "pipeline_parallel_first_stage_less_layers"
 _LAST_KEY = "pipeline_parallel_last_stage_less_layers"
 _PER_STAGE_KEY = "pipeline_parallel_layers_per_stage"
 _NAMES_KEY = "module_fqns_per_model_part"
-_COUNT_KEYS = (_FIRST_KEY, _LAST_KEY, _PER_STAGE_KEY)
 
 
 def requested_stages(config: ParallelismConfig, blocks: int, default: int) -> tuple[int, str]:
-    """(number of stages, the key that determines it); `default` if no key does."""
+    """(number of stages, the key that determines it), `default` if none; raises ConfigError."""
     if config.module_fqns_per_model_part:
         return len(config.module_fqns_per_model_part), _NAMES_KEY
-    if config.pipeline_parallel_layers_per_stage is not None:
+    stages, key = default, _DEGREE_KEY
+    if (per_stage := config.pipeline_parallel_layers_per_stage) is not None:
         virtual_blocks = blocks + sum(_less_layers(config))
-        return -(-virtual_blocks // config.pipeline_parallel_layers_per_stage), _PER_STAGE_KEY
-    return default, _DEGREE_KEY
+        stages, key = -(-virtual_blocks // per_stage), _PER_STAGE_KEY
+    if stages > blocks:
+        raise ConfigError(
+            f"parallelism.{key} = {getattr(config, key)}: makes {stages} stages of {blocks} blocks"
+            " (model.n_layers).",
+            fix=f"Use {blocks} stages or fewer, or list the modules of each stage in"
+            f" parallelism.{_NAMES_KEY}.",
+        )
+    return stages, key
 
 
 def partition_model(
@@ -35,17 +42,9 @@ def partition_model(
     if config.module_fqns_per_model_part:
         _check_names(config.module_fqns_per_model_part, list(costs))
         return config.module_fqns_per_model_part
-    blocks = [name for name in costs if name.startswith(f"{block_path}.")]
-    if stages > len(blocks):
-        _, key = requested_stages(config, len(blocks), stages)
-        raise ConfigError(
-            f"parallelism.{key} = {getattr(config, key)}: makes {stages} stages of"
-            f" {len(blocks)} blocks (model.n_layers).",
-            fix=f"Use {len(blocks)} stages or fewer, or list the modules of each stage in"
-            f" parallelism.{_NAMES_KEY}.",
-        )
-    if all(getattr(config, key) is None for key in _COUNT_KEYS):
+    if all(getattr(config, key) is None for key in (_FIRST_KEY, _LAST_KEY, _PER_STAGE_KEY)):
         return balance_stages(costs, stages)
+    blocks = [name for name in costs if name.startswith(f"{block_path}.")]
     return _partition_by_count(config, list(costs), blocks, stages)
 
 
