@@ -130,7 +130,7 @@ def document_attention(
     elif documents is not None:
         boundaries, longest = documents.on_device, documents.longest
         if sinks is None:
-            return _varlen_attention(q, k, v, boundaries, longest, window)
+            return _varlen_attention(q, k, v, boundaries, window, longest)
     out, _ = _document_forward(q, k, v, sinks, boundaries, window, longest)
     return out
 
@@ -144,7 +144,7 @@ def window_attention(
     """
     is_flash = backend in (None, SDPBackend.FLASH_ATTENTION)
     if is_flash and isinstance(flash_kernel_for(q), CudaFlash):
-        return _varlen_attention(q, k, v, _sequence_starts(q), q.shape[2], window)
+        return _varlen_attention(q, k, v, _sequence_starts(q), window, q.shape[2])
     return sdpa(q, k, v, backend, attn_mask=window_mask(q, k, 0, window))
 
 
@@ -158,7 +158,7 @@ def _sequence_starts(q: Tensor) -> Tensor:
 
 
 def _varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, window: int = 0
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, longest: int
 ) -> Tensor:
     # The kernel launches blocks for `longest` tokens of every document; those past its end exit.
     batch = len(q)
