@@ -1,3 +1,3 @@
-"""A run on any number of ranks: its layout, ragged rounds, and ranks that wait as spares."""
+"""A run on any number of ranks: its layout, idle sequences, and ranks that wait as spares."""
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 from typing import Any
 
 from titanlite.distributed.mesh import DIMENSIONS, ParallelismConfig, resolve_degrees
@@ -73,7 +72,7 @@ def check_elastic_job(config: Any, ranks: int, check: Callable[[Any, int], Check
         sections = {"parallelism": layout.apply(section), "training": layout.apply(training)}
         job, problems = check(replace(config, **sections), layout.ranks)
         if problems:
-            where = f"elastic.layouts of {layout.ranks} ranks: " * bool(listed)
+            where = f"elastic.layouts of {layout.ranks} ranks: " if listed else ""
             return None, [ConfigError(f"{where}{p.message}", fix=p.fix) for p in problems]
     cost = _describe_cost(config, layouts, chosen.ranks, ranks)
     return replace(job, configured=config, cost=cost), []
@@ -84,7 +83,7 @@ def _find_layouts(section: ParallelismConfig, batch: int) -> list[ElasticLayout]
 
     None has more data-parallel ranks than a batch has sequences. If none is valid, an invalid one.
     """
-    unit, found = prod(getattr(section, d.key) for d in DIMENSIONS if d.name != "shard"), []
+    unit, found = math.prod(getattr(section, d.key) for d in DIMENSIONS if d.name != "shard"), []
     for shard in range(batch // section.data_parallel_replicate_degree, 0, -1):
         with suppress(ConfigError):
             resolve_degrees(section, shard * unit)

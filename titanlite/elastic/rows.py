@@ -1,4 +1,4 @@
-"""Ragged rounds: a global batch that the ranks cannot divide, completed by idle sequences.
+"""A global batch that the ranks cannot divide is completed by idle sequences.
 
 Shapes stay the same: each data-parallel rank computes whole local batches. Idle sequences come
 last. They repeat a sequence of the batch, so that they change no maximum that Float8 scales by, and
@@ -42,7 +42,7 @@ def read_with_idle(
 
     A rank without a sequence repeats the one before, which another rank has.
     """
-    inputs, labels = read(first - (sequences == 0), max(1, sequences))
+    inputs, labels = read(first, sequences) if sequences else read(first - 1, 1)
     if rows == sequences:
         return inputs, labels
     inputs = inputs[torch.arange(rows).clamp(max=len(inputs) - 1)]
