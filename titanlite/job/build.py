@@ -90,7 +90,7 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
     deadline = began + 60 * limit if limit else None
-    # local or remote: two jobs may have the same one
+    # locked too, local or remote: jobs with other dump_folders may have the same one
     shared = {"checkpoint.folder": job.checkpoint_folder} if job.config.checkpoint.saves else {}
     with (
         join_process_group(device, comm, job.config.debug, job.folder, report) as rank,
@@ -280,7 +280,7 @@ def build_step_settings(
     accepts = judge.judge if isinstance(judge, StepJudge) else None
     average = average_of(state)
     hooks = (average,) if average else ()
-    return StepSettings(mesh, training.clip_norm, in_backward, adaptive, accepts, hooks)
+    return StepSettings(mesh, training.clip_norm, in_backward, adaptive, judge=accepts, hooks=hooks)
 
 
 def add_meters(

@@ -142,7 +142,7 @@ class _Loop:
             stop_reason=self.agreement.reason,
             is_saving=False,
         )
-        self._run_actions(info, False, only="save")
+        self._run_actions(info, is_rejected=False, only="save")
 
     def _reopen_batches(self) -> Batch:
         """Open the batches at the position of the state; returns the first one."""
