@@ -43,7 +43,7 @@ def load_extensions(argv: Sequence[str]) -> list[str]:
     for argument in arguments:
         option, equals, names = argument.partition("=")
         if option != "--job.import":  # what follows "--" is for another program
-            rest += [argument, *(arguments if argument == "--" else ())]
+            rest += [argument, *arguments] if argument == "--" else [argument]
             continue
         sys.path.append(os.getcwd())  # which torchrun does not add
         for name in (names if equals else next(arguments, "")).split(","):

@@ -135,13 +135,14 @@ class Job:
         kinds = {action.kind for actions in self.pipeline.order() for action in actions}
         if "weight" not in kinds:
             return None
-        mode, compiled = "activation_checkpoint.mode", self.config.compile.compiles("model")
+        compiled, without = self.config.compile.compiles("model"), "compiled blocks"
         reason = "blocks are compiled" if compiled else "blocks are recomputed"
-        reason = "the model predicts further tokens" if predicts else reason
+        if predicts:
+            reason, without = "the model predicts further tokens", f"{without} and model.mtp_layers"
         return (
             f"{self.pipeline}: gradients of weights do not fill the bubble, because {reason}: they"
             f" are computed together with those of inputs. The schedule is followed as written with"
-            f' {mode} = "none" and without compiled blocks{" and model.mtp_layers" * predicts}'
+            f' activation_checkpoint.mode = "none" and without {without}'
         )
 
     def properties(self, stream: SampleStream) -> dict[str, Any]:
@@ -178,9 +179,8 @@ class Job:
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
         tokens, batches = self.global_batch * training.seq_len, self.batches
-        cpu_note = " (this CPU has no bf16 units)" * (
-            device.type == "cpu" and not cpu_has_bf16_units()
-        )
+        lacks_bf16 = device.type == "cpu" and not cpu_has_bf16_units()
+        cpu_note = " (this CPU has no bf16 units)" if lacks_bf16 else ""
         lines = {
             "model": f"{self.spec.name} {config.model.flavor}:"
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"

@@ -69,10 +69,10 @@ def check_expert_sizes(sizes: ExpertSizes) -> Iterator[ConfigError]:
             fix=f"Use a multiple of {sizes.groups}.",
         )
     elif sizes.active > selectable:
-        of_groups = f" in {sizes.active_groups} of {sizes.groups} groups" * (sizes.groups > 1)
+        where = f" in {sizes.active_groups} of {sizes.groups} groups" if sizes.groups > 1 else ""
         yield ConfigError(
             f"model.n_active_experts = {sizes.active}: a token can select at most {selectable}"
-            f" experts{of_groups} (model.n_experts = {sizes.count}).",
+            f" experts{where} (model.n_experts = {sizes.count}).",
             fix=f"Use at most {selectable}, or more experts.",
         )
 

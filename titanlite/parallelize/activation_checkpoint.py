@@ -52,7 +52,7 @@ class ActivationCheckpointConfig:
             text = f"norms and activations; more until {self.memory_budget:g} of a block is stored"
         elif self.per_operation:
             text = "in every block, all operations but attention and every 2nd matmul"
-        return text + "; stored activations are in host memory" * self.offload
+        return f"{text}; stored activations are in host memory" if self.offload else text
 
     @property
     def per_operation(self) -> bool:

@@ -97,7 +97,7 @@ def check_context_parallel(
                 fix=f"Set {seq_len_key} to at least {chunks * (conv_width - 1)}.",
             )
         return
-    ranks = f"{context} context-parallel ranks" + " with 2 chunks each" * balanced
+    ranks = f"{context} context-parallel ranks{' with 2 chunks each' if balanced else ''}"
     if tensor > 1:
         ranks += f", and each shard over {tensor} tensor-parallel ranks"
     yield ConfigError(

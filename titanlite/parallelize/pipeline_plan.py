@@ -11,6 +11,7 @@ import torch
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.log import pluralize
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.models.sizes import prediction_layers
 from titanlite.parallelize.schedule import (
@@ -178,7 +179,7 @@ def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _St
     actual, remainder = divmod(stages, ranks)
     exact = schedule.stages_per_rank is not None
     if remainder or actual < per_rank or (exact and actual > per_rank):
-        required = f"{per_rank} stage{'s' * (per_rank > 1)}{'' if exact else ' or more'} per rank"
+        required = f"{pluralize(per_rank, 'stage')}{'' if exact else ' or more'} per rank"
         raise ConfigError(
             f"{_schedule_setting(config)}: requires {required};"
             f" parallelism.{key} makes {stages} stages for {ranks} ranks.",

@@ -34,8 +34,8 @@ class WeightAverageConfig:
 
     def __str__(self) -> str:
         kind = "mean of the weights" if self.decay == 1 else f"of the weights, decay {self.decay:g}"
-        start = f" after step {self.start_step}" * (self.start_step > 0)
-        return f"{kind}{start}{f', every {self.freq} steps' * (self.freq > 1)}"
+        start = f" after step {self.start_step}" if self.start_step else ""
+        return f"{kind}{start}" + (f", every {self.freq} steps" if self.freq > 1 else "")
 
 
 class WeightAverage(StepHook):

@@ -122,7 +122,8 @@ def _append(watch: Watch, step: int, result: EvaluationResult) -> None:
                     board.add_scalar(f"evaluation/{name}/{key}", value, step)
     cut_off = watch.file.exists() and not watch.file.read_bytes().endswith(b"\n")
     with watch.file.open("a", encoding="utf-8") as file:
-        file.write("\n" * cut_off)  # the last line, by a crash
+        if cut_off:  # the last line, by a crash
+            file.write("\n")
         for name, scores in content["tasks"].items():
             line = {"event": "evaluation", "step": step, "name": name, **scores["values"]}
             line |= {"documents": scores["documents"], "seconds": content["seconds"]}
