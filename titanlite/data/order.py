@@ -131,7 +131,7 @@ def _apply_feistel(x: np.ndarray, sides: tuple[np.uint64, np.uint64], keys: np.n
 
 @dataclass(frozen=True)
 class PositionWindow:
-    """Positions [start, end) around the cause of a roll-back: skipped, or a lower rate."""
+    """Positions [start, end) around a roll-back's cause: skipped, or at a lower learning rate."""
 
     start: int
     end: int

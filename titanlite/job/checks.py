@@ -1,4 +1,4 @@
-"""Checks of a whole configuration, without its data and device."""
+"""Checks of a whole configuration; those of its data and device are in `environment.py`."""
 
 from __future__ import annotations
 

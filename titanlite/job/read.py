@@ -70,7 +70,7 @@ def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
 
 
 def check_job(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserError]]:
-    """(the job on `ranks` ranks, []) or (None, its problems), without its data and device."""
+    """(the job on `ranks` ranks, []) or (None, its problems); data and device are not checked."""
     if config.elastic.enable:
         return check_elastic_job(config, ranks, _check_layout)
     return _check_layout(config, ranks)

@@ -95,8 +95,8 @@ class OutputLayer(nn.Linear):
     def forward(self, x: Tensor, labels: Tensor | None = None, depths: int = 0) -> Tensor:
         """With `labels` [B, T]: the loss summed over tokens, in nats, 0-d in fp32.
 
-        z-loss is included only where gradients are enabled, so a validation loss has none. `depths`
-        of multi-token prediction follow in x and labels [(1 + depths) * B, T]; theirs is weighted.
+        z-loss is included only where gradients are enabled, so not in validation. `depths` of
+        multi-token prediction follow in x and labels [(1 + depths) * B, T]; their loss is weighted.
         """
         if labels is None:
             return super().forward(x)

@@ -44,7 +44,7 @@ def start_exchange(
 
 
 def read_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
-    """The sum of each row of `counts`, on the host; the `rows` sent are known to be their sum."""
+    """The sum of each row of `counts`, on the host; `rows` is for traces, which have no values."""
     return torch.stack([each.sum(1) for each in counts]).cpu().tolist()
 
 

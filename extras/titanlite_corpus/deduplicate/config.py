@@ -41,7 +41,7 @@ def check_deduplicate(config: DeduplicateConfig) -> list[ConfigError]:
             ConfigError(
                 f"deduplicate.bands = {config.bands} times deduplicate.rows = {config.rows} is"
                 f" {config.bands * config.rows:,} permutations; at most {MAX_PERMUTATIONS:,}.",
-                fix="FineWeb has 14 bands of 8 rows.",
+                fix="Use fewer; FineWeb has 14 bands of 8 rows.",
             )
         )
     for name in config.benchmarks:
