@@ -63,6 +63,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("checkpoint/saved_model.py", "runtime/remote_lease.py", "runtime/watchdog.py"),
     *("runtime/heartbeat.py", "runtime/diagnosis.py", "distributed/flight_recorder.py"),
     *("distributed/host_memory.py", "distributed/time_limit.py", "distributed/error_report.py"),
+    *("distributed/disk_memory.py", "optim/disk_moments.py"),
 ]
 
 

@@ -30,8 +30,16 @@ OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; other
 
 
 def workload_of(job: Job) -> Workload:
-    """One step of a job, after training.batch_size_ramp."""
+    """One step of a job, after training.batch_size_ramp. Raises ConfigError."""
     config = job.config
+    for section in ("optimizer", "activation_checkpoint"):
+        options = getattr(config, section)
+        if options.offload and options.offload_folder:
+            raise ConfigError(
+                f"planner: {section}.offload_folder = {options.offload_folder}: the time of a step"
+                " cannot be estimated, because the bandwidth of the disk is not known.",
+                fix="Remove it, to plan for host memory; the GPU has about as much in its memory.",
+            )
     return Workload(
         model=dataclasses.replace(
             shape_of(job.spec, job.sizes), name=f"{job.spec.name}/{config.model.flavor}"

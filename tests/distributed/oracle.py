@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tests.distributed.balanced import ReferenceBalancing
 from tests.distributed.moe_family import MOE_FAMILY
 from titanlite.data import SourceConfig, open_sample_stream, rank_slices
+from titanlite.distributed import disk_memory
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.elastic.rows import RankSlice, rank_rows, read_with_idle
 from titanlite.labels import DOCUMENT_END as PACKED_END
@@ -90,6 +91,7 @@ class Layout:
     offload: bool = False  # CPU offload
     recompute: str = "none"  # activation checkpointing: a mode, or "op"
     offload_activations: bool = False
+    offload_folder: str = ""  # of the activations
     compile: str = ""  # backend; empty: not compiled
     overlap: bool = False  # asynchronous tensor parallelism
     chunk: int = 0  # tokens per logits chunk; 0: all in one
@@ -144,6 +146,7 @@ class Layout:
                 mode="selective" if self.recompute == "op" else self.recompute,
                 selective_ac_option="op" if self.recompute == "op" else "2",
                 offload=self.offload_activations,
+                offload_folder=self.offload_folder,
             ),
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
@@ -473,6 +476,7 @@ def build_parallel(
     """(sharded model, parallel layout) of this rank under a layout."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
+    disk_memory.PIECE_BYTES, disk_memory.MIN_GB_PER_S = 1 << 15, 0  # several pieces, on any disk
     sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
     base = layout.transforms(recipe, dtype)
     plan, problems = plan_pipeline(

@@ -30,7 +30,10 @@ def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():
     "kind, layouts", [("8bit", [PIPELINE]), ("4bit", [Layout(), Layout(shard=3)])]
 )
 def test_quantised_optimizer_states_resume_bit_equal_under_any_layout(kind, layouts, tmp_path):
-    recipe, folder = replace(RECIPE, state_dtype=kind), str(tmp_path)
+    """From and to a disk in 4 bits."""
+    folder, disk = str(tmp_path / "checkpoint"), str(tmp_path)
+    options = (("offload", True), ("offload_folder", disk)) if kind == "4bit" else ()
+    recipe = replace(RECIPE, state_dtype=kind, options=options)
     saved = merge_bits(run_on_ranks(train_and_save, 4, Layout(shard=2, tensor=2), recipe, folder))
     assert any(f"exp_avg_root_{kind}_scale" in name for name in saved)
     expected_losses = one_process(recipe).losses[STOP:]

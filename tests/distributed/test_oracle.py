@@ -127,7 +127,8 @@ shard=3,accumulate=3; [tied embeddings] shard=3
 # short
 offload_activations=True; recompute=op; accumulate=3,reduction=last_microbatch,early=True
     ; [adaptive clipping] one; offload=True; [documents] accumulate=3,recompute=full
-tensor=2,loss_parallel=False; tensor=2,recompute=op; tensor=2,offload_activations=True
+tensor=2,loss_parallel=False; tensor=2,recompute=op
+    ; tensor=2,offload_activations=True,offload_folder=/tmp
     ; shard=2,accumulate=3,reduction=last_microbatch; shard=2,reshard=always; shard=2,reshard=never
     ; shard=2,offload=True; shard=2,recompute=op,offload=True; shard=2,recompute=full,chunk=100
     ; shard=2,reduction=last_microbatch,early=True
@@ -147,7 +148,7 @@ pipeline=2,microbatch=2,schedule=*,stages=6
     ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble,recompute=selective,chunk=50
     ; pipeline=2,microbatch=3,offload=True; pipeline=2,microbatch=3,recompute=op
     ; pipeline=2,microbatch=3,schedule=DualPipeV,recompute=op
-    ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble,offload_activations=True
+    ; pipeline=2,microbatch=3,schedule=ZBVZeroBubble,offload_activations=True,offload_folder=/tmp
     ; [clipped] pipeline=2,microbatch=3; [AdamW, clipped] pipeline=2,microbatch=3
     ; [muP, tied embeddings] pipeline=2,microbatch=3; [muP] pipeline=2,microbatch=3
     ; [adaptive clipping] pipeline=2,microbatch=3; [z-loss] pipeline=2,microbatch=3

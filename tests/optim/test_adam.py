@@ -10,6 +10,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.distributed import disk_memory
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes
 from titanlite.optim.low_memory import levels_of, nearest_codes
@@ -60,6 +61,16 @@ def test_low_memory_moments_train_like_fp32_moments(name, dtype, tolerance):
 def test_offloaded_moments_train_like_those_on_the_device():
     expected, actual = training_losses(name="AdamW"), training_losses(name="AdamW", offload=True)
     assert actual == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "4bit"])
+def test_moments_on_a_disk_train_bit_equal_to_those_in_host_memory(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_memory, "PIECE_BYTES", 1 << 15)  # several pieces of a matrix
+    monkeypatch.setattr(disk_memory, "measure_gb_per_s", lambda *_: (1.0, 1.0))
+    section = {"name": "AdamW", "offload": True, "state_dtype": dtype}
+    on_disk = training_losses(**section, offload_folder=str(tmp_path))
+    assert on_disk == training_losses(**section)
+    assert not any(tmp_path.iterdir())
 
 
 BITS = {"float32": 64, "bfloat16": 32, "8bit": 16.5, "4bit": 8.5, "float8": 16.5}

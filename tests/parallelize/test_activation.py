@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda_trace.streams import record_accesses, record_cuda
 from tests.parallelize.memory import measure_allocations
+from titanlite.distributed import disk_memory
+from titanlite.distributed.disk_memory import PAGE
 from titanlite.kernels.documents import index_documents
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import activation_offload
@@ -178,6 +180,25 @@ def test_saved_activations_of_all_but_two_blocks_are_copied_once_each_way(mode, 
     assert not recorder.races
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_on_a_disk_give_the_bits_of_those_on_the_device(mode, tmp_path, monkeypatch):
+    """In two files of a forward: the last two blocks stay on the device."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
+    monkeypatch.setattr(disk_memory, "PIECE_BYTES", PAGE)
+    monkeypatch.setattr(disk_memory, "measure_gb_per_s", lambda *_: (1.0, 1.0))
+    files, open_file = [], activation_offload.DiskFile
+    monkeypatch.setattr(
+        activation_offload, "DiskFile", lambda *args: files.append(open_file(*args)) or files[-1]
+    )
+    model = build_model(ActivationCheckpointConfig(mode=mode))
+    activation_offload.offload_activations(model.layers, "cpu", str(tmp_path))
+    gradients = backward(model)
+    for name, expected in backward(build_model(ActivationCheckpointConfig(mode=mode))).items():
+        assert torch.equal(gradients[name], expected), name
+    assert len(files) == SIZES.n_layers - 2
+    assert not any(tmp_path.iterdir())
+
+
 def test_no_block_waits_for_copies_that_it_does_not_need(recorder):
     """Waits of the compute stream and of the copies back, as (stream, its operations so far).
 
@@ -280,6 +301,10 @@ def test_validation_without_gradients_copies_nothing(recorder):
         (
             {"mode": "none", "offload": True},
             "off; all activations are stored; stored activations are in host memory",
+        ),
+        (
+            {"mode": "none", "offload": True, "offload_folder": "/nvme"},
+            "off; all activations are stored; stored activations are in /nvme",
         ),
     ],
 )

@@ -102,8 +102,8 @@ _MATHEMATICS = (
 )
 _NO_MATHEMATICS = (  # keys of these sections that do not
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
-    *("optimizer.implementation", "optimizer.offload", "optimizer.early_step_in_backward"),
-    *("loss.chunk_tokens", "model.print_after_conversion"),
+    *("optimizer.implementation", "optimizer.offload", "optimizer.offload_folder"),
+    *("optimizer.early_step_in_backward", "loss.chunk_tokens", "model.print_after_conversion"),
     *("weight_average.offload", "weight_average.validate"),
 )
 

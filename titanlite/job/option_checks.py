@@ -166,6 +166,13 @@ def check_update_options(config: JobConfig) -> Iterator[ConfigError]:
             " the CPU.",
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
         )
+    copies = config.checkpoint.async_mode != "disabled" or config.checkpoint.memory_interval > 0
+    if config.optimizer.offload and config.optimizer.offload_folder and copies:
+        yield ConfigError(
+            "optimizer.offload_folder: an asynchronous save and a memory checkpoint would copy the"
+            " optimizer state to host memory.",
+            fix='Set checkpoint.async_mode = "disabled" and checkpoint.memory_interval = 0.',
+        )
     if in_backward:
         yield from _check_early_step(config)
     if in_backward and (freq := config.metrics.noise_scale_freq):

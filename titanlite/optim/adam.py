@@ -37,6 +37,8 @@ class AdamWKeys(AdamRuleKeys):
     # block of up to 128 elements of a row; float32 for vectors, and rows that 32 does not divide
     offload: bool = False
     # store the moments in host memory; every step copies them to the GPU and back
+    offload_folder: str = ""
+    # with offload: store them in a folder on a local disk; every step reads and writes them
 
     decoupled: ClassVar[bool] = True  # weight decay: AdamW's, not Adam's
 
@@ -44,7 +46,7 @@ class AdamWKeys(AdamRuleKeys):
         options: dict[str, Any] = {"lr": lr, "betas": (self.beta1, self.beta2), "eps": self.eps}
         foreach, fused = self.implementation == "foreach", self.implementation == "fused"
         if self.state_dtype != "float32" or self.offload:
-            moments = MomentOptions(self.state_dtype, self.offload, compiled=fused)
+            moments = MomentOptions(self.state_dtype, self.offload, self.offload_folder, fused)
             optimizer_class: type[torch.optim.Optimizer] = LowMemoryAdam
             options |= {"decoupled": self.decoupled, "moments": moments}
         elif fused:

@@ -106,6 +106,7 @@ class OptimizerConfig(KeyedSection):
     early_step_in_backward: ClassVar = False
     state_dtype: ClassVar[StateDtype] = "float32"
     offload: ClassVar = False
+    offload_folder: ClassVar = ""
     muon_per_head: ClassVar = False
 
     @classmethod

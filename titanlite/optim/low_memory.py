@@ -1,4 +1,4 @@
-"""Adam and AdamW with low-memory moments: fewer bits per element, or stored in host memory.
+"""Adam and AdamW with low-memory moments: fewer bits per element, in host memory or on a disk.
 
 A moment in 8 or 4 bits is a code per element and a scale per block of a row. Blocks are defined on
 the global shape, never on a shard, so every layout computes the same numbers. A checkpoint stores
@@ -8,7 +8,7 @@ codes and scales as plain tensors, so any layout reads them back bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.disk_memory import in_pages
 from titanlite.distributed.host_memory import pin_in_place
 from titanlite.optim.conditional import ConditionalBase, write_if
+from titanlite.optim.disk_moments import DiskMoments, MomentPiece
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros
 
@@ -71,6 +73,7 @@ class MomentOptions:
 
     dtype: StateDtype = "float32"
     offload: bool = False  # in host memory, copied to the device one parameter at a time
+    offload_folder: str = ""  # with offload: in a file in this folder
     compiled: bool = True
     # one kernel per update; false: one per operation, with memory for the intermediate results
 
@@ -91,53 +94,65 @@ class LowMemoryAdam(ConditionalBase):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.moments, self.decoupled = moments or MomentOptions(), decoupled
         self._update = _compiled_update() if self.moments.compiled else _update
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = self._initial_state(parameter)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._disk: DiskMoments | None = None
+        if self.moments.offload and self.moments.offload_folder:
+            own = ((local_shard(p), p.shape[-1], self._specs(p)) for p in parameters)
+            sizes = (s.numel() * w // width * d.itemsize for s, width, p in own for w, d in p)
+            device_type = local_shard(parameters[0]).device.type
+            nbytes = sum(map(in_pages, sizes))
+            self._disk = DiskMoments(self.moments.offload_folder, device_type, nbytes)
+        for parameter in parameters:
+            self.state[parameter] = self._initial_state(parameter)
         if self.moments.offload:  # copies back to the host may be under way when state is read
             self.register_state_dict_pre_hook(_synchronize_device)
 
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def _specs(self, parameter: nn.Parameter) -> list[tuple[int, torch.dtype]]:
+        """(length of a row, dtype) of each moment."""
         dtype = self.moments.dtype
         storage, width = moment_format(parameter.shape, dtype), parameter.shape[-1]
         if not storage.block:
             # float32 means the dtype of the weights, as in torch's own optimizers
             as_weights = dtype == "float32" and not is_low_vector(parameter)
             moment = (width, parameter.dtype if as_weights else UNQUANTIZED[storage.dtype])
-            specs = [moment, moment]
-        else:
-            codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
-            specs = [codes, (width // storage.block, torch.float32)] * 2
-            assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
-        zeros = [_allocate_moment(parameter, *spec, self.moments.offload) for spec in specs]
-        return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
+            return [moment, moment]
+        assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
+        codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
+        return [codes, (width // storage.block, torch.float32)] * 2
+
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        names = moment_format(parameter.shape, self.moments.dtype).names
+        state = {"step": torch.tensor(0.0)}
+        for name, spec in zip(names, self._specs(parameter), strict=True):
+            state[name] = _allocate_moment(parameter, *spec, self.moments.offload, self._disk)
+        return state
 
     def update(self, accept: Tensor | None) -> None:
         self.step_scaled(accept, None)
 
     @torch.no_grad()
     def step_scaled(self, accept: Tensor | None, grad_factor: Tensor | None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_parameter(parameter, group, accept, grad_factor)
+        groups = {p: g for g in self.param_groups for p in g["params"] if p.grad is not None}
+        for parameter in groups:
+            self.state[parameter]["step"] += 1  # in host memory: reading it does not wait
+        # of a shard without elements, other ranks have all
+        stored = (self._stored_moments(p) for p in groups if local_shard(p).numel())
+        for piece in self._disk.pieces(stored) if self._disk else _moments_on_device(stored):
+            self._step_piece(piece, groups[piece.parameter], accept, grad_factor)
 
-    def _step_parameter(
-        self,
-        parameter: nn.Parameter,
-        group: dict,
-        accept: Tensor | None,
-        grad_factor: Tensor | None,
+    def _stored_moments(self, parameter: nn.Parameter) -> MomentPiece:
+        storage = moment_format(parameter.shape, self.moments.dtype)
+        blocks = local_shard(parameter).numel() // (storage.block or 1)
+        moments = [local_shard(self.state[parameter][name]) for name in storage.names]
+        return MomentPiece(parameter, slice(None), [m.view(blocks, -1) for m in moments])
+
+    def _step_piece(
+        self, piece: MomentPiece, group: dict, accept: Tensor | None, grad_factor: Tensor | None
     ) -> None:
+        parameter, (beta1, beta2) = piece.parameter, group["betas"]
         assert parameter.grad is not None
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        state["step"] += 1  # in host memory, so reading it does not wait for the device
-        step, storage = state["step"].item(), moment_format(parameter.shape, self.moments.dtype)
-        weight, grad = local_shard(parameter), local_shard(parameter.grad)
-        if not weight.numel():  # other ranks have all of it
-            return
-        stored = [local_shard(state[name]) for name in storage.names]
-        on_device = [moment.to(weight.device, non_blocking=True) for moment in stored]
+        step = self.state[parameter]["step"].item()
+        storage = moment_format(parameter.shape, self.moments.dtype)
         # Tensors, not floats: a float that changes every step would be compiled for every step.
         scalars = _StepScalars(
             torch.tensor(float(group["lr"])),
@@ -147,18 +162,30 @@ class LowMemoryAdam(ConditionalBase):
             accept,
             grad_factor,
         )
-        blocks = weight.numel() // storage.block if storage.block else 1
+        length = storage.block or 1
+        weight = local_shard(parameter).view(-1, length)[piece.blocks]
+        grad = local_shard(parameter.grad).reshape(-1, length)[piece.blocks]
+        rows = len(weight) if storage.block else 1
         self._update(
             storage.dtype,
-            weight.view(blocks, -1),
-            grad.reshape(blocks, -1),
-            [moment.view(blocks, -1) for moment in on_device],
+            weight.view(rows, -1),
+            grad.view(rows, -1),
+            [moment.view(rows, -1) for moment in piece.moments],
             scalars,
             _AdamRule((beta1, beta2), group["eps"], self.decoupled),
         )
-        for old, new in zip(stored, on_device, strict=True):
-            if new is not old:
-                old.copy_(new, non_blocking=True)
+
+
+def _moments_on_device(stored: Iterable[MomentPiece]) -> Iterator[MomentPiece]:
+    """All moments of each parameter on its device, which are copied back after the update."""
+    for parameter, blocks, moments in stored:
+        device = local_shard(parameter).device
+        on_device = [moment.to(device, non_blocking=True) for moment in moments]
+        yield MomentPiece(parameter, blocks, on_device)
+        for index, moment in enumerate(moments):
+            if on_device[index] is not moment:
+                moment.copy_(on_device[index], non_blocking=True)
+        on_device.clear()  # frees them before those of the next parameter are allocated
 
 
 class _StepScalars(NamedTuple):
@@ -327,7 +354,7 @@ def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def _allocate_moment(
-    parameter: nn.Parameter, width: int, dtype: torch.dtype, offload: bool
+    parameter: nn.Parameter, width: int, dtype: torch.dtype, offload: bool, disk: DiskMoments | None
 ) -> Tensor:
     """Zeros sharded like the parameter, with rows of another width."""
     local = local_shard(parameter)
@@ -338,7 +365,9 @@ def _allocate_moment(
         local_shape=(*local.shape[:-1], local.shape[-1] * width // parameter.shape[-1]),
     )
     zeros = zeros.to("cpu" if offload else local.device)
-    if offload and local.is_cuda:
+    if disk is not None:
+        disk.place(zeros)
+    elif offload and local.is_cuda:
         pin_in_place(zeros, "optimizer.offload = false")
     return zeros
 

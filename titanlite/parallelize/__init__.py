@@ -152,7 +152,8 @@ def parallelize(
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
-        offload_activations(blocks, mesh.fsdp.device_type)
+        folder = activation_checkpoint.offload_folder
+        offload_activations(blocks, mesh.fsdp.device_type, folder)
     # A tied weight must be in one FSDP group only, here that of the whole model.
     before, after = ([], []) if tied else _modules_around_blocks(model, spec.blocks_path)
     reshard = config.fsdp_reshard_after_forward

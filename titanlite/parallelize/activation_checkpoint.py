@@ -40,6 +40,7 @@ class ActivationCheckpointConfig:
     # contains one of these
     memory_budget: Fraction = 0.5  # under memory_budget: fraction of the activations to store
     offload: bool = False  # store saved activations in host memory, prefetch them in backward
+    offload_folder: str = ""  # with offload: store them in a folder on a local disk
     debug: bool = False  # show traces of forward and recomputation if their shapes differ
 
     def __str__(self) -> str:
@@ -52,7 +53,9 @@ class ActivationCheckpointConfig:
             text = f"norms and activations; more until {self.memory_budget:g} of a block is stored"
         elif self.per_operation:
             text = "in every block, all operations but attention and every 2nd matmul"
-        return f"{text}; stored activations are in host memory" if self.offload else text
+        if not self.offload:
+            return text
+        return f"{text}; stored activations are in {self.offload_folder or 'host memory'}"
 
     @property
     def per_operation(self) -> bool:

@@ -1,4 +1,4 @@
-"""Activation offload: copy what blocks save for backward to host memory, and prefetch it.
+"""Activation offload: copy what blocks save for backward to host memory or a disk, and prefetch it.
 
 While a block runs forward, the tensors of the block before are copied to the host; while it runs
 backward, those of the block before are copied back. So a GPU with a fast bus hides both, and two
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,15 +22,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titanlite.distributed.collectives import local_shard
+from titanlite.distributed.disk_memory import DiskFile, DiskThread, bytes_of, in_pages
 from titanlite.kernels.documents import DocumentIndex
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device: not worth a copy
-_Event = torch.cuda.Event | None
+_Event = torch.cuda.Event | Future[None] | None
 
 
-def offload_activations(blocks: nn.ModuleDict, device_type: str) -> None:
-    """Offload what each block saves for backward, except what backward needs immediately."""
-    queue = _OffloadQueue(_Transfers(device_type))
+def offload_activations(blocks: nn.ModuleDict, device_type: str, folder: str = "") -> None:
+    """Offload what each block saves for backward, except what backward needs immediately.
+
+    To `folder` on a disk, or to host memory. Raises UserError if the folder cannot be used.
+    """
+    transfers = _DiskTransfers(folder, device_type) if folder else _Transfers(device_type)
+    queue = _OffloadQueue(transfers)
     last = len(blocks) - 1
     for number, block in enumerate(blocks.values()):
         begin = partial(queue.begin_forward, first=number == 0, last=number == last)
@@ -91,18 +98,54 @@ class _Transfers:
             self._compute.wait_event(event)
 
 
+class _DiskTransfers:
+    """`_Transfers` to a file for each block, which ends with the block's activations.
+
+    The host waits for a transfer where otherwise the compute stream would.
+    """
+
+    def __init__(self, folder: str, device_type: str):
+        self._folder, self._disk = folder, DiskThread(folder, device_type, "activations")
+
+    def to_host(self, tensors: list[Tensor]) -> tuple[list[Any], _Event]:
+        sizes = [in_pages(len(bytes_of(t))) for t in tensors]
+        *offsets, total = accumulate(sizes, initial=0)
+        file, parts = DiskFile(self._folder, total), list(zip(offsets, tensors, strict=True))
+        stored = [
+            (file, at, partial(torch.empty_strided, t.size(), t.stride(), dtype=t.dtype))
+            for at, t in parts
+        ]
+        return stored, self._disk.transfer(file, parts, writes=True)
+
+    def to_device(
+        self, hosts: list[Any], devices: list[torch.device], _sent: _Event
+    ) -> tuple[list[Tensor], list[_Event]]:
+        copies: list[Tensor] = []
+        fetched: list[_Event] = []
+        for (file, offset, allocate), device in zip(
+            reversed(hosts), reversed(devices), strict=True
+        ):
+            copies.insert(0, allocate(device=device))
+            fetched.insert(0, self._disk.transfer(file, [(offset, copies[0])], writes=False))
+        return copies, fetched
+
+    def wait(self, event: _Event) -> None:
+        if isinstance(event, Future):
+            event.result()
+
+
 class _BlockActivations:
     """Tensors saved by one forward of one block; freed with its autograd graph.
 
     They are on the device, then perhaps sent to the host and freed on the device, then fetched.
     """
 
-    def __init__(self, previous: _BlockActivations | None, transfers: _Transfers):
+    def __init__(self, previous: _BlockActivations | None, transfers: _Transfers | _DiskTransfers):
         self._previous = previous  # of the block before, whose backward runs next
         self._transfers = transfers
         self._numbers: dict[tuple, int] = {}  # device memory range -> index in the lists
         self._on_device: list[Tensor] = []  # empty while they are only on the host
-        self._on_host: list[Tensor] = []  # empty until they are sent
+        self._on_host: list[Any] = []  # empty until they are sent
         self._devices: list[torch.device] = []
         self._sent: _Event = None  # when all are copied to the host
         self._fetched: list[_Event] = []  # when each is copied back
@@ -157,7 +200,7 @@ _ActivationsRef = weakref.ReferenceType[_BlockActivations]
 class _OffloadQueue:
     """The blocks of a model whose forward has run and whose tensors are on the device."""
 
-    def __init__(self, transfers: _Transfers):
+    def __init__(self, transfers: _Transfers | _DiskTransfers):
         self._transfers = transfers
         self._waiting: list[_ActivationsRef] = []  # not sent; the newest is the last one
         self._sending: list[_ActivationsRef] = []

@@ -67,6 +67,12 @@ def test_the_attention_kernel_is_the_one_that_the_gpu_is_expected_to_choose(sett
     assert workload(*argv, ranks=2).attention_kernel == kernel
 
 
+@pytest.mark.parametrize("section", ["optimizer", "activation_checkpoint"])
+def test_offload_to_a_disk_is_refused_and_not_estimated_as_host_memory(section):
+    with pytest.raises(ConfigError, match=f"{section}.offload_folder = /nvme"):
+        workload(f"--{section}.offload", "true", f"--{section}.offload_folder", "/nvme")
+
+
 def test_mxfp8_is_refused_and_not_estimated_as_float8():
     with pytest.raises(ConfigError, match='"mxfp8" cannot be estimated'):
         workload("--quantize.linear.float8.recipe_name", "mxfp8")
