@@ -56,6 +56,7 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
 NOISE_SCALE = ["--metrics.noise_scale_freq", "3", "--optimizer.early_step_in_backward", "true"]
 MUP_BASE = ["--mup.base.dim", "32", "--mup.base.n_heads", "2", "--mup.base.hidden_dim", "64"]
 KV_HEADS = ["--mup.base.n_kv_heads", "1"]
+SOPHIA = ["--optimizer.name=Sophia"]
 ON_DISK = ["--optimizer.offload", "true", "--optimizer.offload_folder", "/nvme"]
 IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
@@ -121,6 +122,8 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),
         ([*IN_BACKWARD, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
+        ([*SOPHIA, "--training.mixed_precision_param=float16"], 1, "have no loss scale"),
+        ([*SOPHIA, "--model.name=glm4_moe", "--model.mtp_layers=1"], 1, "is of one cross-entropy"),
         ([*ON_DISK, "--checkpoint.async_mode", "async"], 1, "an asynchronous save and a memory"),
         ([*ON_DISK, "--checkpoint.memory_interval", "5"], 1, "an asynchronous save and a memory"),
         ([*IN_BACKWARD, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),

@@ -64,6 +64,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("runtime/heartbeat.py", "runtime/diagnosis.py", "distributed/flight_recorder.py"),
     *("distributed/host_memory.py", "distributed/time_limit.py", "distributed/error_report.py"),
     *("distributed/disk_memory.py", "optim/disk_moments.py"),
+    *("models/label_sampling.py", "optim/sophia.py", "training/hessian.py"),
 ]
 
 

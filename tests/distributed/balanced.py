@@ -41,6 +41,14 @@ class ReferenceBalancing:
         """The balancing losses of the last forward, with their coefficients."""
         return sum(map(self._loss_of, self._routers))
 
+    def loss_of_extra_forward(self) -> Tensor | float:
+        """`loss` of a forward that is not part of a step; forgets it."""
+        loss = self.loss()
+        for name in self._routers:
+            self._logits[name], self._selected[name] = [], []
+        self._losses = []
+        return loss
+
     def _loss_of(self, name: str) -> Tensor:
         logits, sizes = torch.cat(self._logits[name]), self._routers[name].sizes
         scores = logits.sigmoid() if sizes.score == "sigmoid" else logits.softmax(-1)

@@ -185,7 +185,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
             batch = own_batch(engine, mesh, 0, *read_batch(number, case.recipe))
-            settings = StepSettings(mesh, 0.0, in_backward, hooks=hooks_of(state))
+            settings = StepSettings(mesh, 0.0, in_backward, hooks=hooks_of(state, engine))
             step = take_step(state, engine, batch, settings=settings)
             result.losses.append(step.loss.item())
             result.gradients.append(dict(gradients))

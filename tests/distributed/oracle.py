@@ -24,6 +24,7 @@ from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSizes, ModelSpec
+from titanlite.models.label_sampling import add_noise, sampling_keys
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.models.rope import rope_cos_sin
 from titanlite.models.router import NO_BALANCING, LoadBalancing
@@ -36,6 +37,7 @@ from titanlite.optim import (
     adaptive_clip,
     build_optimizer,
 )
+from titanlite.optim.sophia import Sophia
 from titanlite.parallelize import (
     ModelTransforms,
     ParallelLayout,
@@ -50,6 +52,7 @@ from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.hessian import hessian_hooks
 from titanlite.training.spmd_engine import SpmdEngine
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepHook, StepSettings, take_step
@@ -336,7 +339,7 @@ def one_process(recipe: Recipe) -> Record:
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     balancing = ReferenceBalancing(model, recipe.balancing)
-    record = Record()
+    record, position = Record(), 0
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
         logits, further, further_z, means = reference_outputs(model, inputs, recipe, labels)
@@ -358,6 +361,13 @@ def one_process(recipe: Recipe) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         balancing.finish_step()
+        for sophia in (o for o in optimizer if isinstance(o, Sophia)):
+            if step % sophia.frequency == 0:
+                loss, valid = reference_sampled_loss(model, recipe, inputs, labels, position)
+                (loss + balancing.loss_of_extra_forward()).backward()
+                sophia.update_hessian(valid, None)
+                sophia.zero_grad()
+        position += len(inputs)
         if step + 1 in VALIDATION_STEPS:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     if balancing.closest <= 2e-7:
@@ -365,6 +375,8 @@ def one_process(recipe: Recipe) -> Record:
     record.loads = balancing.loads
     tensors = [*model.named_parameters(), *expert_biases(model)]
     record.weights = {name: tensor.detach().clone() for name, tensor in tensors}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    record.weights |= {f"{n}.hessian": s["hessian"] for n, s in states.items() if "hessian" in s}
     return record
 
 
@@ -470,6 +482,17 @@ def _reference_validation(model, text: ValidationData, recipe: Recipe) -> float:
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX).item()
 
 
+def reference_sampled_loss(
+    model, recipe: Recipe, inputs: Tensor, labels: Tensor, position: int
+) -> tuple[Tensor, Tensor]:
+    """(mean loss of labels that are sampled from the logits of the whole batch, their number)."""
+    logits, *_ = reference_outputs(model, inputs, recipe, labels)
+    keys = sampling_keys(SEED, position, labels).flatten()
+    _, sampled = add_noise(logits.detach().flatten(0, 1), keys, 0)
+    valid = keys >= 0
+    return F.cross_entropy(logits.flatten(0, 1)[valid], sampled[valid]), valid.sum()
+
+
 def build_parallel(
     layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms
 ):
@@ -531,9 +554,10 @@ def start_run(
     return TrainState(model, optimizer, scale, parts=parts), engine, mesh
 
 
-def hooks_of(state: TrainState) -> tuple[StepHook, ...]:
+def hooks_of(state: TrainState, engine: Engine) -> tuple[StepHook, ...]:
     """What takes part in the steps of a state of `start_run`."""
-    return tuple(part for part in state.parts.values() if isinstance(part, StepHook))
+    parts = tuple(part for part in state.parts.values() if isinstance(part, StepHook))
+    return (*parts, *hessian_hooks(engine, state, SEED))
 
 
 def run_until(
@@ -557,6 +581,7 @@ def run_until(
 
     # after the step, because a fused kernel divides the gradients by the loss scale and clips them
     hooks = [o.register_step_post_hook(record_gradients) for o in state.optimizer]
+    step_hooks = hooks_of(state, engine)
     clip = replace(adaptive_clip(state.model.named_parameters(), recipe.adaptive), eps=ADAPTIVE_EPS)
     while state.step < until:
         batch = own_batch(engine, mesh, state.position, *batch_at(state.step, recipe))
@@ -571,7 +596,7 @@ def run_until(
                 recipe.max_norm,
                 early,
                 clip if recipe.adaptive else None,
-                hooks=hooks_of(state),
+                hooks=step_hooks,
             ),
         )
         if named:
@@ -590,6 +615,11 @@ def run_until(
     for hook in hooks:
         hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}
+    record.weights |= {
+        f"{name}.hessian": shard_and_offset(state.optimizer.state[p]["hessian"])
+        for name, p in named
+        if "hessian" in state.optimizer.state[p]
+    }
     if named:
         biases = expert_biases(state.model)
         record.weights |= {name: shard_and_offset(bias) for name, bias in biases}

@@ -40,6 +40,7 @@ from titanlite.optim import (
     build_optimizer,
     owned_matrices,
 )
+from titanlite.optim.sophia import Sophia
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.state import TrainState
 
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"name": "SGD"},
     "Nesterov": {"name": "SGD", "momentum": 0.9, "nesterov": True, "implementation": "foreach"},
     "Lion": {"name": "Lion", "beta2": 0.98},
+    "Sophia": {"name": "Sophia", "gamma": 1e-3, "beta2": 0.9},
     "Adafactor": {"name": "Adafactor"},
     "Muon": {"name": "Muon", "muon_per_head": True},
     "Adafactor unclipped": {"name": "Adafactor", "clip_threshold": 1e3, "scale_parameter": False},
@@ -67,7 +69,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW 4-bit": {"name": "AdamW", "state_dtype": "4bit", **LOOP},
 }
 # The others resume in test_resume.py and test_memory_options.py.
-RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon", "SOAP")
+RESUMED = ("Nesterov", "Lion", "Sophia", "Adafactor", "Muon", "SOAP")
 STEPS, STOP, LR = 4, 2, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
@@ -105,6 +107,8 @@ def update(model: nn.Module, optimizers: OptimizerSet, steps: range) -> None:
     for step in steps:
         for name, parameter in model.named_parameters():
             parameter.grad = _like(parameter, gradient(name, parameter.shape, step))
+        for sophia in (optimizer for optimizer in optimizers if isinstance(optimizer, Sophia)):
+            sophia.update_hessian(torch.tensor(7.0), torch.tensor(True))
         optimizers.set_lr(LR / (step + 1))
         optimizers.step(torch.tensor(True))
 

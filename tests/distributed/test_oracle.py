@@ -56,6 +56,13 @@ MUP = replace(SHORT, mup_base=BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_h
 QWEN3_MOE = recipe_of("qwen3_moe", optimizer="Muon", lr=1e-2)
 MUON = Recipe("Muon", max_norm=0.1, lr=2e-3, batch=12, seq_len=24, compare_tensors=True)
 STABLE = ("eps", 1e-3)  # keeps AdamW from dividing rounding errors by gradients of the same size
+# With less clipping than usual: it would hide errors of the Hessian.
+SOPHIA = replace(
+    MUON,
+    optimizer="Sophia",
+    lr=0.05,
+    options=(STABLE, ("gamma", 10.0), ("hessian_frequency", 2), ("beta2", 0.5)),
+)
 RECIPES = {
     "SGD": LONG,
     "AdamW, clipped": replace(ADAMW, batch=12, seq_len=24),
@@ -70,6 +77,10 @@ RECIPES = {
     "z-loss": replace(SHORT, z_loss=0.01),
     "Muon": replace(MUON, options=(STABLE,)),
     "Muon, per head": replace(MUON, options=(STABLE, ("muon_per_head", True))),
+    "Sophia": replace(SOPHIA, z_loss=0.01),
+    "Sophia, documents": replace(SOPHIA, documents=True),
+    "balancing, Sophia": replace(SOFTMAX, optimizer="Sophia", options=SOPHIA.options, lr=0.01),
+    "ragged, Sophia": replace(SOPHIA, batch=9),
     "experts": MOE,
     "balancing, one step": replace(SOFTMAX, steps=1),
     "experts, AdamW, clipped": replace(MOE, optimizer="AdamW", max_norm=0.1, lr=1e-3),
@@ -182,6 +193,14 @@ shard=2; tensor=2; replicate=2; context=2; pipeline=2,microbatch=3
     ; [balancing, Muon + balancing, Adafactor + balancing, adaptive clipping] shard=2
 shard=2,tensor=2; [Muon, per head] shard=2,tensor=2
     ; [experts, Muon] shard=2,tensor=2,expert=2,expert_tensor=2
+
+# Sophia
+accumulate=3; [Sophia, documents] one
+shard=2,accumulate=3; tensor=2; context=2; replicate=2; pipeline=2,microbatch=3
+    ; tensor=2,loss_parallel=False,chunk=100; [Sophia, documents] context=2
+    ; [ragged, Sophia] shard=2; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
+    ; [balancing, Sophia] shard=2,expert=2
+shard=2,tensor=2; pipeline=2,tensor=2,microbatch=3; context=2,tensor=2,accumulate=2
 
 # experts
 one; [further tokens] accumulate=3,recompute=full,offload_activations=True

@@ -91,6 +91,24 @@ def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml
     assert list(losses_of(reference)) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_run_with_sophia_uses_its_estimates_and_resumes_under_another_layout(run_toml, tmp_path):
+    """With FSDP to step 3, then tensor parallel; without estimates, gamma would have no effect."""
+
+    def train(ranks: int, name: str, *argv: str, gamma: str = "1e4") -> dict[int, float]:
+        folder, sophia = tmp_path / name, ("--optimizer.name", "Sophia", "--optimizer.gamma", gamma)
+        argv += ("--optimizer.hessian_frequency", "2", "--job.dump_folder", str(folder))
+        run_ranks(ranks, folder, run_toml, *sophia, *argv)
+        return losses_of(folder)
+
+    expected = train(1, "reference")
+    train(2, "resumed", "--training.steps", "3", "--lr_scheduler.total_steps", "6")
+    actual = train(2, "resumed", "--parallelism.tensor_parallel_degree", "2")
+    assert list(actual) == list(expected) == [1, 2, 3, 4, 5, 6]
+    assert actual == pytest.approx(expected, rel=1e-5)
+    other = train(1, "other", gamma="1e5")
+    assert [step for step in other if other[step] != expected[step]] == [3, 4, 5, 6]
+
+
 def test_an_incompatible_checkpoint_is_one_error_and_exit_code_2(run_toml, tmp_path):
     run_ranks(1, tmp_path / "out", run_toml, "--training.steps", "1")
     argv = ("--job.config_file", str(run_toml), "--model.dim", "64", "--optimizer.name", "SGD")

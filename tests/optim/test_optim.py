@@ -110,10 +110,10 @@ GROUP = {"match": ["output.*"]}
         (
             {"momentum": 0.9},
             'momentum = 0.9: is not a key of name = "AdamW". Remove it; this name has beta1, beta2,'
-            " eps, implementation, early_step_in_backward, state_dtype, offload."
-            " Those with momentum: SGD.",
+            " eps, implementation, early_step_in_backward, state_dtype, offload,"
+            " offload_folder. Those with momentum: SGD.",
         ),
-        ({"name": "Lion", "eps": 1e-6}, "Those with eps: AdamW, Adam, Muon, SOAP."),
+        ({"name": "Lion", "eps": 1e-6}, "Those with eps: AdamW, Adam, Muon, SOAP, Sophia."),
         (
             {"name": "Adafactor", "early_step_in_backward": True},
             "Those with early_step_in_backward: AdamW, Adam, SGD, Lion.",
@@ -195,7 +195,7 @@ DECAYS = " | ".join(f'"{name}"' for name in LR_DECAYS)
         (
             OptimizerConfig,
             "name",
-            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP".'
+            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP" | "Sophia".'
             ' Did you mean "SGD"?',
         ),
         (LRSchedulerConfig, "decay_type", f"{DECAYS}."),

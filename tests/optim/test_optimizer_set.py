@@ -25,6 +25,7 @@ CASES = [
     {"name": "Lion"},
     {"name": "Lion", "implementation": "foreach"},
     {"name": "Adafactor"},
+    {"name": "Sophia"},
     {"name": "AdamW", "state_dtype": "bfloat16", "implementation": "for-loop"},
     {"name": "AdamW", "state_dtype": "8bit", "implementation": "for-loop"},
     {"name": "AdamW", "state_dtype": "float8", "implementation": "for-loop"},

@@ -58,6 +58,7 @@ from titanlite.runtime import (
 )
 from titanlite.runtime.membership import Members, find_members
 from titanlite.training.engine import build_engine
+from titanlite.training.hessian import hessian_hooks
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
 from titanlite.training.step import StepSettings
@@ -286,7 +287,7 @@ def build_step_settings(
 def add_meters(
     job: Job, run: Run, sharded: ShardedModel, layout: ParallelLayout, stream: SampleStream
 ) -> Run:
-    """The run with the hooks and actions of titanlite/meters; these actions are the first ones."""
+    """The run with the hooks and actions of titanlite/meters, which come first, and of Sophia."""
     config = job.config
     metered = MeteredRun(
         run,
@@ -301,6 +302,7 @@ def add_meters(
     )
     meters = [meter for build in METERS if (meter := build(metered))]
     hooks = [meter.hook for meter in meters if meter.hook]
+    hooks += hessian_hooks(run.engine, run.state, config.debug.seed)
     settings = run.step_settings
     # the average comes last, as the load of experts changes their biases after an update
     settings = dataclasses.replace(settings, hooks=(*hooks, *settings.hooks))

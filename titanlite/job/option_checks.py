@@ -81,6 +81,8 @@ def check_model_options(
         )
     if spec.experts(sizes) is not None:
         yield from _check_expert_optimizers(config)
+    if any(section.name == "Sophia" for section in [config.optimizer, *optimizers]):
+        yield from _check_hessian_estimate(config, prediction_layers(sizes))
 
 
 def check_sharded_options(
@@ -154,6 +156,22 @@ def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
             "optimizer.name = SOAP: keeps the statistics of single matrices, and the experts of a"
             " block are a stack of them.",
             fix="Use Muon, which orthogonalizes each expert, or AdamW.",
+        )
+
+
+def _check_hessian_estimate(config: JobConfig, layers: int) -> Iterator[ConfigError]:
+    """Reject losses and dtypes for which Sophia's estimate of the Hessian would be wrong."""
+    if layers:
+        yield ConfigError(
+            f"optimizer.name = Sophia with model.mtp_layers = {layers}: the estimate is of one"
+            " cross-entropy, not of a sum with weights.",
+            fix="Set model.mtp_layers = 0, or use another optimizer.",
+        )
+    if config.training.mixed_precision_param == "float16":
+        yield ConfigError(
+            'optimizer.name = Sophia with training.mixed_precision_param = "float16": the gradients'
+            " of the estimate have no loss scale.",
+            fix='Use mixed_precision_param = "bfloat16".',
         )
 
 

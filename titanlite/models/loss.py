@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.models.label_sampling import draw_labels
 from titanlite.models.mtp import chunks_of_depths, scale_depth_, sums_of_depths
 from titanlite.settings import NotNegative, Range
 
@@ -86,6 +87,11 @@ class OutputLayer(nn.Linear):
         # [2] in fp32, of the last loss: the cross-entropy without further depths, and the z-loss
         self.last_depths: Tensor | None = None  # see `sums_of_depths`
         self._observer: Callable[[Tensor], None] | None = None
+        self.samples = False
+
+    def sample_labels(self, samples: bool) -> None:
+        """Whether labels are `sampling_keys`, by which this layer draws labels; without z-loss."""
+        self.samples = samples
 
     def observe_token_losses(self, observer: Callable[[Tensor], None] | None) -> None:
         """Call `observer` with the cross-entropy of each token, [B, T] in fp32, in every forward
@@ -182,9 +188,11 @@ def _chunk_loss(
     (cross-entropy of each token [N], summed z-loss, gradient of the sum of all).
     One buffer holds the logits, then their gradient.
     """
-    z_weight = output.config.z_loss if with_grad else 0.0
+    z_weight = output.config.z_loss if with_grad and not output.samples else 0.0
     vocabulary, logits = output.vocabulary, F.linear(x, weight)
     logits = logits.float() if vocabulary.logits_in_fp32 else logits
+    if output.samples:
+        labels = draw_labels(logits, labels, vocabulary.first_id, vocabulary.reduce_max)
     max_logit, lse, label_logit = vocabulary.log_sum_exp(logits, labels)
     valid = labels >= 0
     losses = torch.where(valid, lse - label_logit, 0.0)

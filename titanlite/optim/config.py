@@ -14,6 +14,7 @@ from titanlite.optim.lr_schedule import LR_DECAYS, LRSchedulerConfig, weight_dec
 from titanlite.optim.muon import MuonKeys
 from titanlite.optim.recipe import OptimizerKeys, OptimizerRecipe, matches_any
 from titanlite.optim.soap import SOAPKeys
+from titanlite.optim.sophia import SophiaKeys
 from titanlite.settings import Fraction, KeyedSection, NotNegative, OneOf, Positive, Range
 
 OPTIMIZERS: dict[str, type[OptimizerKeys]] = {
@@ -25,6 +26,7 @@ OPTIMIZERS: dict[str, type[OptimizerKeys]] = {
     "Lion": LionKeys,
     "Muon": MuonKeys,
     "SOAP": SOAPKeys,
+    "Sophia": SophiaKeys,
 }
 
 _SCHEDULE_KEYS = {key.name for key in dataclasses.fields(LRSchedulerConfig)}
