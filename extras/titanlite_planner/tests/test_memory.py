@@ -108,6 +108,7 @@ def test_measured_memory_equals_the_estimate(state_dtype, run_toml):
         {"name": "Lion"},
         {"name": "Adafactor"},
         {"name": "SOAP"},
+        {"name": "Sophia"},
         {"groups": "[{ match = ['output.*'], name = 'Adafactor' }]"},
     ],
     ids=str,
