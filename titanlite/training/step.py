@@ -151,7 +151,7 @@ def compute_gradients(
         if settings.judge is None:
             overflowed = not grad_norm.isfinite()
         elif state.loss_scale.shrinkable:
-            overflowed = bool(loss.isfinite() & ~grad_norm.isfinite())
+            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
     return StepResult(
         loss=loss,
         z_loss=losses[1],
