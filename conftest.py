@@ -34,6 +34,10 @@ def pytest_addoption(parser) -> None:
 
 
 SWEEPS = (  # tests that run with `--layouts 2` only: others find the same faults with less work
+    "test_clusters.py::test_a_slurm_job_goes_on_after_its_time_limit_a_lost_node_and_sigterm",
+    "test_clusters.py::test_each_job_of_a_slurm_array_has_its_folder_and_a_user_error_is_final",
+    "test_clusters.py::test_pods_that_end_do_not_show_in_the_losses[jobset.yaml]",
+    "test_clusters.py::test_pods_that_end_do_not_show_in_the_losses[trainjob.yaml]",
     "test_dry_run.py::test_the_estimate_equals_a_dry_run[FSDP 2, not resharded after forward]",
     "test_dry_run.py::test_the_estimate_equals_a_dry_run[FSDP 3, uneven]",
     "test_dry_run.py::test_the_estimate_equals_a_dry_run[PP 2, HSDP without shards]",
