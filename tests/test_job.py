@@ -160,8 +160,12 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             1,
             "several sets have the name a",
         ),
-        (["--data.sources", '[{ name = "a", path = "nowhere" }]'], 1, "no such folder"),
-        (["--data.tokenizer", "nowhere.model"], 1, "data.tokenizer"),
+        (
+            ["--data.tokenizer", "nowhere.model", "--data.sources", '[{name="a", path="nowhere"}]'],
+            1,
+            "no such folder",
+        ),
+        (["--data.tokenizer", "nowhere.model"], 1, "titanlite: data.tokenizer"),
         (["--training.seq_len", "100000000"], 1, "one sample needs"),
         (
             ["--checkpoint.enable", "false", "--checkpoint.initial_load_path", "nowhere"],

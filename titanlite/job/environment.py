@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from titanlite.data import SampleStream, Tokenizer, ValidationSet, check_bos
+from titanlite.data import TEXT, SampleStream, Tokenizer, ValidationSet, check_bos
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.job.config import JobConfig
@@ -106,7 +106,8 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
         tokenizer = open_job_tokenizer(config)
     except UserError as error:
         yield from _with_key("data.tokenizer", error)
-        return  # whether it fits the data is not known
+        if any(s.format == TEXT for s in (*config.data.sources, *config.data.validation)):
+            return  # text cannot be opened without it
     if tokenizer and tokenizer.vocab_size > vocab_size:
         yield ConfigError(
             f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"
