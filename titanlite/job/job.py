@@ -183,8 +183,8 @@ class Job:
         cpu_note = " (this CPU has no bf16 units)" if lacks_bf16 else ""
         lines = {
             "model": f"{self.spec.name} {config.model.flavor}:"
-            f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
-            f" {sizes.dim}",
+            f" {self.spec.count_parameters(sizes):,} parameters,"
+            f" {pluralize(sizes.n_layers, 'block')}, dim {sizes.dim}",
             "experts": self._describe_experts(),
             "mup": f"tuned at dim {base.dim}; width x{sizes.dim / base.dim:g}" if base else "",
             "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
