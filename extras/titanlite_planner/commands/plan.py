@@ -84,8 +84,8 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
         changes += changed_answers(request, steps[0], search.bounds, search.estimates)
     print(*report_lines(request, search.counts, layouts, changes), sep="\n")
     if arguments.out is not None:
-        files = write_plan(request, layouts, arguments.out)
-        print("", *files, *_draw(search, steps, arguments.out), sep="\n")
+        print("", *write_plan(request, layouts, arguments.out), sep="\n")
+        print(*_draw(search, steps, arguments.out), sep="\n")
 
 
 def _draw(search: LayoutSearch, steps: list[PlannedLayout], folder: Path) -> list[Path]:

@@ -52,7 +52,7 @@ def planned_toml(request: PlanRequest, step: PlannedLayout, path: Path) -> str:
         describe_choice(step.choice),
         f"estimated: {step.time.total:.3g} s a step, {step.memory.total / GIB:.1f} GiB on the"
         " worst rank",
-        f"check it: python train.py --job.config_file {shlex.quote(str(path))} --job.check true"
+        f"check it: titanlite train --job.config_file {shlex.quote(str(path))} --job.check true"
         f" --job.check_ranks {cluster.gpus}",
     ]
     section = dataclasses.replace(
