@@ -7,7 +7,7 @@ import sys
 from titanlite_lab.dispatch import run_command
 
 COMMANDS = {
-    "prepare": "shards from text, by a recipe or only tokenised; --verify",
+    "prepare": "shards from text, by a recipe or only tokenized; --verify",
     "inspect": "samples by number, position or step; texts in a corpus; dumps of the guard",
     "collect-python": "the source text of Python's own standard library",
 }

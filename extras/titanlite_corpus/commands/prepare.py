@@ -3,8 +3,8 @@
 titanlite prepare --recipe python_library
 titanlite prepare TEXT --tokenizer tokenizer.model --out corpus
 
-The first form reads, filters, deduplicates, tokenises, shuffles and packs, as the recipe says; the
-second one only tokenises. After an interruption, run the same command again: it continues where it
+The first form reads, filters, deduplicates, tokenizes, shuffles and packs, as the recipe says; the
+second one only tokenizes. After an interruption, run the same command again: it continues where it
 stopped.
 
 `--verify FOLDER` compares every byte of a prepared corpus with the recorded hashes.
