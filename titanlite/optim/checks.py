@@ -24,7 +24,7 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
         if config.early_step_in_backward and not section.has("early_step_in_backward"):
             yield ConfigError(
                 f"optimizer.early_step_in_backward = true: {section.key('name')} is"
-                f" {section.config.name}, which needs all gradients at the end of backward.",
+                f" {section.config.name}, which updates only after backward.",
                 fix="Remove optimizer.early_step_in_backward, or use"
                 f" {_having('early_step_in_backward')}.",
             )

@@ -82,8 +82,8 @@ class OptimizerRecipe:
 class OptimizerKeys:
     """The keys of [optimizer] that one optimizer has; a frozen dataclass inherits from it.
 
-    An optimizer that updates each parameter by itself, without communication, has the key
-    `early_step_in_backward`. A group of parameters may set what `ParameterGroupConfig` lists.
+    An optimizer that can update each parameter by itself in any backward, without communication,
+    has the key `early_step_in_backward`. A group may set what `ParameterGroupConfig` lists.
     """
 
     def build_recipe(self, lr: float) -> OptimizerRecipe:

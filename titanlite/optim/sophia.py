@@ -37,8 +37,8 @@ class SophiaKeys(OptimizerKeys):
 class Sophia(ConditionalBase):
     """Each element changes by at most the learning rate; weight decay is decoupled.
 
-    Both moments are in the dtype of the weights. Before the first estimate, each element changes
-    by the learning rate in the direction of the momentum.
+    Both moments are in the dtype of the weights, those of vectors in fp32. Before the first
+    estimate, each element changes by the learning rate in the direction of the momentum.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, frequency: int, **options: Any):
