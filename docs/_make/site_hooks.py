@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for section in (ROOT / INDEX).read_text("utf-8").split("\n## ")[1:]:
         title = re.split(":|\n", section)[0]
         links = [link for link in LINK.findall(section) if not link[1].startswith("../")]
-        links.sort(key=lambda link: "/add-" in link[1])  # the table has two columns
+        links.sort(key=lambda link: "/add-" in link[1])  # the second column of its table
         config.nav.append({title: [{text: f"docs/{path}"} for text, path in links]})
     benchmarks = [{Path(path).stem.replace("_", " "): path} for path in _paths(BENCHMARKS)]
     config.nav += [{"Benchmarks": benchmarks}, {"Beside the trainer": _paths(EXTRAS)}]

@@ -70,7 +70,7 @@ class FileMemory(HostMemory):
         return tensor.data_ptr() - self._address
 
     def drop_pages(self) -> None:
-        """Write changed pages and free all; not every disk does so for reads and writes."""
+        """Write changed pages, and free all; not every file system does so before O_DIRECT."""
         self.flush()
         self.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.number, 0, 0, os.POSIX_FADV_DONTNEED)
