@@ -9,6 +9,8 @@ import pytest
 
 from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.checkpoint import check_hashes, read_checkpoint_manifest
+from titanlite.distributed import disk_memory
+from titanlite.parallelize import activation_offload
 from titanlite.storage import StorageFolder
 
 ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
@@ -85,3 +87,21 @@ def test_a_run_without_checkpoints_does_not_overwrite_the_records_of_one_with_th
         assert run.wait() == [0], run.output
     assert {name: (out / name).read_bytes() for name in records} == before
     assert steps_of(out / "unsaved")[-1] == 7 and (out / "unsaved" / "config.toml").exists()
+
+
+def let_activations_need_more_than_the_disk_has() -> None:
+    activation_offload.MIN_BYTES = 1
+    disk_memory.PIECE_BYTES, disk_memory.MIN_GB_PER_S = disk_memory.PAGE, 0
+    disk_memory.free_bytes = lambda folder: disk_memory.PAGE
+
+
+def test_a_disk_that_fills_in_a_pipeline_stage_is_a_user_error(run_toml, tmp_path):
+    """torch raises an error of its own, with the arguments of the stage, from that of the disk."""
+    argv = ["--activation_checkpoint.offload", "true", "--activation_checkpoint.offload_folder"]
+    argv += [str(tmp_path), "--parallelism.pipeline_parallel_degree", "2", "--model.n_layers", "4"]
+    argv += ["--job.config_file", str(run_toml)]
+    full = let_activations_need_more_than_the_disk_has
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=full) as run:
+        assert 2 in run.wait(), run.output
+    assert "bytes are needed on this rank, and 4,096 are free" in run.output
+    assert "Traceback" not in run.output

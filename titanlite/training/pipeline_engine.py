@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
+from titanlite.errors import UserError
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize import ShardedModel
 from titanlite.parallelize.fsdp import GradientSums
@@ -108,12 +109,20 @@ class PipelineEngine:
             targets = {"labels": labels, "target": labels, **ahead}
         schedule = rank_schedule.schedule
         run = schedule.step if trains else schedule.eval
-        run(
-            *arguments,
-            positions=positions.expand(len(inputs), -1),  # torch splits it with the batch
-            return_outputs=False,
-            **targets,
-        )
+        cause: BaseException | None = None
+        try:
+            run(
+                *arguments,
+                positions=positions.expand(len(inputs), -1),  # torch splits it with the batch
+                return_outputs=False,
+                **targets,
+            )
+        except RuntimeError as error:  # torch's, from that of a stage
+            cause = error.__cause__
+            if not isinstance(cause, UserError):
+                raise
+        if cause is not None:  # raised in the block, each of the two would be a cause of the other
+            raise cause
         terms = 2 + 2 * self._tokens.prediction_layers if trains else 2
         return sum(self._losses, torch.zeros(terms, device=self._device))
 
