@@ -51,7 +51,8 @@ ONE_GPU = {  # name -> settings
     f" optimizer.offload=true {UNCOMPILED} {OFFLOAD} activation_checkpoint.mode=full",
     "offload, Float8 scales": f"{OFFLOAD} {FLOAT8_SCALES}",
     "Float8 scales, compile": f"{FLOAT8_SCALES} {COMPILE}",
-    "compile, memory budget": f"{COMPILE} activation_checkpoint.mode=memory_budget",
+    "compile, memory budget, Sophia": f"{COMPILE} activation_checkpoint.mode=memory_budget"
+    " optimizer.name=Sophia optimizer.hessian_frequency=1",
     "compile, documents, accumulation, average": f"{COMPILE} {DOCUMENTS}"
     " training.global_batch_size=4 weight_average.decay=0.9",
 }

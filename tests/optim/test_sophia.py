@@ -43,11 +43,13 @@ def test_the_update_is_that_of_the_paper():
         torch.testing.assert_close(parameter.detach().double(), theta, rtol=1e-6, atol=1e-6)
 
 
-def test_a_rejected_step_changes_no_bit_of_the_hessian():
+@pytest.mark.parametrize("accept, expected", [(False, [0, 0, 0, 0]), (True, [0.64, 0, 0, 0])])
+def test_a_rejected_step_and_inf_or_nan_change_no_bit_of_the_hessian(accept, expected):
+    """The guard has not judged the gradients of the estimate; with inf, a weight never changes."""
     parameter, optimizer = build()
-    parameter.grad = torch.full((4,), torch.nan)
-    optimizer.update_hessian(torch.tensor(64), torch.tensor(False))
-    assert not optimizer.state[parameter]["hessian"].any()
+    parameter.grad = torch.tensor([1.0, torch.nan, torch.inf, 1e30])
+    optimizer.update_hessian(torch.tensor(64), torch.tensor(accept))
+    assert optimizer.state[parameter]["hessian"].tolist() == pytest.approx(expected)
 
 
 def test_labels_are_drawn_from_the_softmax():

@@ -64,12 +64,13 @@ class Sophia(ConditionalBase):
         """Average the Hessian with an estimate: the squares of the gradients, times `tokens` [].
 
         The gradients are of the mean loss over `tokens` sampled labels (algorithm 2). `accept`: as
-        in `update`.
+        in `update`; elements whose estimate is inf or NaN do not change either.
         """
         for _, grad, state, group in self._shards():
             hessian, estimate = state["hessian"], grad.square() * tokens.to(grad.device)
             new = torch.lerp(hessian.float(), estimate, 1 - group["betas"][1])
-            write_if(hessian, new, accept)
+            finite = estimate.isfinite()  # the guard has judged other gradients
+            write_if(hessian, new, finite if accept is None else finite & accept)
 
     def _shards(self) -> Iterable[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]]:
         """(weight, gradient in fp32, state, group) of each shard that has elements."""
