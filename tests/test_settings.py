@@ -348,8 +348,8 @@ class Circle:
 class ShapeSection(KeyedSection):
     """[shape] What is drawn."""
 
-    KEY: ClassVar = "kind"
-    UNSET: ClassVar = "1"
+    KEY: ClassVar[str] = "kind"
+    UNSET: ClassVar[str] = "1"
     kind: Literal["square", "circle"] = "square"
     colour: str = "red"
 

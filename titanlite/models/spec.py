@@ -32,9 +32,9 @@ class ModelConfig(KeyedSection):
     A size that is set overrides the flavor's.
     """
 
-    KEY: ClassVar = "name"
-    UNSET: ClassVar = "that of the flavor"
-    REPLACED: ClassVar = {  # keys that other keys replace before this is built
+    KEY: ClassVar[str] = "name"
+    UNSET: ClassVar[str] = "that of the flavor"
+    REPLACED: ClassVar[dict[str, str]] = {  # keys that other keys replace before this is built
         "from": "Hugging Face folder, whose config.json gives the family and all sizes; other keys"
         " of [model] override them"
     }

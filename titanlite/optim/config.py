@@ -88,7 +88,7 @@ class ParameterGroupConfig:
 class OptimizerConfig(KeyedSection):
     """[optimizer] The optimizer; further keys are those of the optimizer `name`."""
 
-    KEY: ClassVar = "name"
+    KEY: ClassVar[str] = "name"
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
     # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights;
     # Muon and SOAP update the matrices inside the blocks, and AdamW all other parameters
@@ -104,12 +104,12 @@ class OptimizerConfig(KeyedSection):
 
     # values for optimizers whose class in OPTIMIZERS does not have these keys; a section that is
     # read from a TOML also inherits from that class
-    implementation: ClassVar = "for-loop"
-    early_step_in_backward: ClassVar = False
+    implementation: ClassVar[str] = "for-loop"
+    early_step_in_backward: ClassVar[bool] = False
     state_dtype: ClassVar[StateDtype] = "float32"
-    offload: ClassVar = False
-    offload_folder: ClassVar = ""
-    muon_per_head: ClassVar = False
+    offload: ClassVar[bool] = False
+    offload_folder: ClassVar[str] = ""
+    muon_per_head: ClassVar[bool] = False
 
     @classmethod
     def choices(cls) -> Mapping[str, type]:

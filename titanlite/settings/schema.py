@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -49,11 +51,14 @@ Fraction = Annotated[float, Range(0, 1)]
 @cache
 def type_hints(schema: type) -> dict[str, Any]:
     """The type of each field, including its `Range` or `OneOf`."""
-    hints = typing.get_type_hints(schema, include_extras=True)
-    no_keys = (ClassVar, dataclasses.KW_ONLY)
-    return {
-        k: h for k, h in hints.items() if h not in no_keys and typing.get_origin(h) is not ClassVar
-    }
+    hints: dict[str, Any] = {}
+    for base in reversed(schema.__mro__):  # one by one: Python 3.10 cannot evaluate what is no key
+        own = inspect.get_annotations(base)
+        own = {k: v for k, v in own.items() if not re.search("ClassVar|KW_ONLY", str(v))}
+        scope = vars(sys.modules[base.__module__])
+        holder = types.SimpleNamespace(__annotations__=own)
+        hints |= typing.get_type_hints(holder, scope, include_extras=True)
+    return hints
 
 
 class KeyedSection:
