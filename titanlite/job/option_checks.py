@@ -163,14 +163,14 @@ def _check_hessian_estimate(config: JobConfig, layers: int) -> Iterator[ConfigEr
     """Reject losses and dtypes for which Sophia's estimate of the Hessian would be wrong."""
     if layers:
         yield ConfigError(
-            f"optimizer.name = Sophia with model.mtp_layers = {layers}: the estimate is of one"
+            f'optimizer.name = "Sophia" with model.mtp_layers = {layers}: the estimate is of one'
             " cross-entropy, not of a sum with weights.",
             fix="Set model.mtp_layers = 0, or use another optimizer.",
         )
     if config.training.mixed_precision_param == "float16":
         yield ConfigError(
-            'optimizer.name = Sophia with training.mixed_precision_param = "float16": the gradients'
-            " of the estimate have no loss scale.",
+            'optimizer.name = "Sophia" with training.mixed_precision_param = "float16": the'
+            " gradients of the estimate have no loss scale.",
             fix='Use mixed_precision_param = "bfloat16".',
         )
 
