@@ -85,7 +85,7 @@ class TomlFiles:
                 reason = f"the files of this job have more than {MAX_TOML_BYTES:,} bytes"
             raise ConfigError(
                 f"{given}: cannot be read ({reason}).",
-                fix=f"Paths are relative to the {folder}. Shipped names: {', '.join(self._shipped)}.",
+                fix=f"Paths are relative to the {folder}. Names: {', '.join(self._shipped)}.",
             ) from None
         self._bytes += len(content)
         try:
