@@ -28,8 +28,14 @@ LAYERS = [  # of titanlite/
     {"extensions"},
     {"train"},
 ]
-# titanlite_corpus and titanlite_planner import titanlite_lab; titanlite_cli imports all of them
-EXTRAS = ["titanlite_lab", "titanlite_corpus", "titanlite_planner", "titanlite_cli"]
+# the other packages import titanlite_lab; titanlite_cli imports all of them
+EXTRAS = [
+    "titanlite_lab",
+    "titanlite_corpus",
+    "titanlite_planner",
+    "titanlite_post",
+    "titanlite_cli",
+]
 LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 FILES = sorted(PACKAGE.rglob("*.py"))
 EXTRA_FILES = [p for p in sorted((ROOT / "extras").rglob("*.py")) if "tests" not in p.parts]

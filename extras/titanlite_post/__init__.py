@@ -1,0 +1,1 @@
+"""Fine-tuning, preferences and reinforcement learning: objectives and data beside the trainer."""
