@@ -1,4 +1,4 @@
-"""Post-training: torchrun --nproc_per_node N -m titanlite_post COMMAND --job.config_file run.toml"""
+"""Post-training: torchrun --nproc_per_node N -m titanlite_post COMMAND --job.config_file a.toml"""
 
 from __future__ import annotations
 
