@@ -1,4 +1,4 @@
-"""The periodic actions of a run."""
+"""What a run does beside its steps: meters, the guard, periodic actions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,74 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from titanlite.data import ValidationSet
+from titanlite.data import SampleStream, ValidationSet
 from titanlite.distributed.process_group import set_collective_timeouts
+from titanlite.guard.handler import Guard
+from titanlite.guard.judge import StepJudge
+from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
+from titanlite.job.data import build_batch_dump
 from titanlite.job.job import Job
+from titanlite.job.start import restore
 from titanlite.log import logger
+from titanlite.meters import METERS
+from titanlite.meters.metered_run import MeteredRun
 from titanlite.metrics import Profiler
+from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.compile import describe_compilation
+from titanlite.runtime import RunFolderLock
 from titanlite.runtime.membership import Members
 from titanlite.training import periodic
+from titanlite.training.hessian import hessian_hooks
 from titanlite.training.memory_actions import memory_checkpoints
 from titanlite.training.run import Run
-from titanlite.training.validation import validate, validation_samples
+from titanlite.training.validation import (
+    ValidationResults,
+    run_validation,
+    validate,
+    validation_samples,
+)
 from titanlite.training.weight_average import average_of
 
 ACTIONS: dict[str, Callable[[Job, Run], periodic.PeriodicAction]] = {}
 # name -> builder of an action that runs before checkpoints are saved; a new one is one line here
+
+
+def add_meters(
+    job: Job, run: Run, sharded: ShardedModel, layout: ParallelLayout, stream: SampleStream
+) -> Run:
+    """The run with the hooks and actions of titanlite/meters, which come first, and of Sophia."""
+    config = job.config
+    metered = MeteredRun(
+        run,
+        config.metrics,
+        config.replica_check,
+        config.straggler,
+        job.spec,
+        job.sizes,
+        sharded,
+        layout,
+        stream,
+    )
+    meters = [meter for build in METERS if (meter := build(metered))]
+    hooks = [meter.hook for meter in meters if meter.hook]
+    hooks += hessian_hooks(run.engine, run.state, config.debug.seed)
+    settings = run.step_settings
+    # the average comes last, as the load of experts changes their biases after an update
+    settings = dataclasses.replace(settings, hooks=(*hooks, *settings.hooks))
+    actions = (*run.actions, *(meter.action for meter in meters))
+    return dataclasses.replace(run, step_settings=settings, actions=actions)
+
+
+def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -> Guard:
+    """What handles the steps of a run that the judge rejects."""
+    parts = run.state.parts
+    judge, past = parts.get("guard"), parts["rollbacks"]
+    assert judge is None or isinstance(judge, StepJudge)
+    assert isinstance(past, SavedRollbacks)
+    load = partial(restore, job, run.checkpointer, run.state, stream, completely=True)
+    rollback = CheckpointRollback(job.config.guard, past, run, lock, load)
+    dump = build_batch_dump(job, stream)
+    return Guard(run, judge, rollback, dump, job.config.compile.compiles("model"))
 
 
 def add_periodic_actions(
@@ -42,7 +95,7 @@ def add_periodic_actions(
 
     validated, began, opened = False, state.step, time.monotonic()
 
-    def validate_all(step: int) -> periodic.ValidationResults:
+    def validate_all(step: int) -> ValidationResults:
         nonlocal validated
         first, validated = not validated, True
         if first:  # compiles graphs of its own
@@ -65,9 +118,7 @@ def add_periodic_actions(
             # of the step it continued from: stays if the run comes back to it once more
             sinks.event(began, "returned", **layout, **fields)
 
-    validation = periodic.run_validation(
-        validate_all, sinks, config.validation.freq, run.training.steps
-    )
+    validation = run_validation(validate_all, sinks, config.validation.freq, run.training.steps)
     actions = (
         periodic.log_overflows(state, sinks),
         periodic.log_metrics(state, run.throughput, sinks, config.metrics.log_freq),
@@ -86,7 +137,7 @@ def add_periodic_actions(
 
 def validate_sets(
     job: Job, run: Run, validation_sets: list[ValidationSet], event: str, step: int
-) -> periodic.ValidationResults:
+) -> ValidationResults:
     """Measure each validation set with the present weights; `event` says which weights they are."""
     config = job.config.validation
     return {

@@ -7,7 +7,7 @@ found, and the start recorded, which detects a crash loop, before the model is b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +24,10 @@ from titanlite.distributed.process_group import RankContext, choose_device, join
 from titanlite.distributed.rendezvous import announce_ranks
 from titanlite.errors import EXIT_INTERRUPTED, ConfigError
 from titanlite.files import write_file_atomically
-from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
-from titanlite.guard.rollback import CheckpointRollback, SavedRollbacks
-from titanlite.job.actions import add_periodic_actions
-from titanlite.job.data import SavedLanes, build_batch_dump, build_batches, build_data, log_mixture
+from titanlite.guard.rollback import SavedRollbacks
+from titanlite.job.actions import add_meters, add_periodic_actions, build_guard
+from titanlite.job.data import SavedLanes, build_batches, build_data, log_mixture
 from titanlite.job.job import Job
 from titanlite.job.start import (
     advise_on_memory,
@@ -40,9 +39,7 @@ from titanlite.job.start import (
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.kernels.fla import try_fla_kernels
 from titanlite.log import log_waiting, logger
-from titanlite.meters import METERS
 from titanlite.meters.expert_load import ExpertLoad
-from titanlite.meters.metered_run import MeteredRun
 from titanlite.meters.noise_scale import NoiseScale
 from titanlite.metrics import MetricSinks, SinkContext, build_profilers, metrics_folder, open_sinks
 from titanlite.optim import MatrixFacts, OptimizerInBackward, adaptive_clip, build_optimizer
@@ -57,8 +54,7 @@ from titanlite.runtime import (
     lock_run_folders,
 )
 from titanlite.runtime.membership import Members, find_members
-from titanlite.training.engine import build_engine
-from titanlite.training.hessian import hessian_hooks
+from titanlite.training.engine import Engine, build_engine
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, SavedPart, TrainState
 from titanlite.training.step import StepSettings
@@ -83,6 +79,25 @@ class RunServices:
         """Replace an out-of-memory error of the block by a UserError with advice."""
         usage = MemoryUsage(self.rank.device, model, optimizers)
         return explain_out_of_memory(usage, lambda: self.watchdog.position_text, self.memory_advice)
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run was built from, for `Extend`."""
+
+    job: Job
+    sharded: ShardedModel
+    layout: ParallelLayout
+    stream: SampleStream
+    rank: RankContext
+
+
+Extend = Callable[[Run, RunParts], Run]  # the run with what a command adds to it
+
+
+def keep_run(run: Run, parts: RunParts) -> Run:
+    """The `Extend` that adds nothing."""
+    return run
 
 
 @contextmanager
@@ -117,17 +132,17 @@ def open_services(job: Job, began: float, report: ErrorReport) -> Iterator[RunSe
 
 
 @contextmanager
-def open_run(job: Job, services: RunServices) -> Iterator[Run]:
+def open_run(job: Job, services: RunServices, extend: Extend = keep_run) -> Iterator[Run]:
     """Build all components of a run, at the step that it starts or resumes from."""
     with services.explain_out_of_memory(), ExitStack() as start:
         start.enter_context(log_waiting("opening the data, building and loading the model"))
-        with _open_run(job, services) as run:
+        with _open_run(job, services, extend) as run:
             start.close()
             yield run
 
 
 @contextmanager
-def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
+def _open_run(job: Job, services: RunServices, extend: Extend) -> Iterator[Run]:
     rank, watchdog, lock = services.rank, services.watchdog, services.folder_lock
     stop_request = build_stop_request(job, services)
     stream, validation_sets = build_data(job, rank)
@@ -145,11 +160,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     # stages only: torch 2.15 names a group of all ranks by the number of groups created before.
     max_over_ranks = AsyncMax()
     sharded = build_model(job, layout, rank)
-    local_batch = job.config.training.local_batch_size
-    document_end_id = stream.document_end_id if job.transforms.document_mask else None
-    engine = build_engine(
-        sharded, layout, rank.device, local_batch=local_batch, document_end_id=document_end_id
-    )
+    parts = RunParts(job, sharded, layout, stream, rank)
+    engine = build_run_engine(parts)
     lanes = SavedLanes(stream, services.counters)
     state, in_backward = build_state(job, sharded, mesh, services.counters, {"lanes": lanes})
     if found:
@@ -158,8 +170,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         watchdog.set_phase(state.step, "start")
 
     throughput = build_run_meter(job, rank)
-    steps = job.config.training.steps
-    run_on_rank_0(lambda: log_mixture(stream, job.batches, steps, state.counters))
+    training = job.config.training
+    run_on_rank_0(lambda: log_mixture(stream, job.batches, training.steps, state.counters))
     with ExitStack() as stack:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
@@ -170,7 +182,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         for profiler in profilers.values():
             stack.enter_context(profiler)
         run = Run(
-            training=job.config.training,
+            training=training,
             device=rank.device,
             state=state,
             engine=engine,
@@ -184,6 +196,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             max_over_ranks=max_over_ranks,
             lost_folder=lambda: lock.lost,
         )
+        run = extend(run, parts)
         run = add_meters(job, run, sharded, layout, stream)
         run = add_periodic_actions(job, run, validation_sets, profilers, services.members)
         yield dataclasses.replace(run, guard=build_guard(job, run, stream, lock))
@@ -239,6 +252,17 @@ def build_model(job: Job, layout: ParallelLayout, rank: RankContext) -> ShardedM
     return sharded
 
 
+def build_run_engine(parts: RunParts) -> Engine:
+    job, end = parts.job, parts.stream.document_end_id
+    return build_engine(
+        parts.sharded,
+        parts.layout,
+        parts.rank.device,
+        local_batch=job.config.training.local_batch_size,
+        document_end_id=end if job.transforms.document_mask else None,
+    )
+
+
 def build_state(
     job: Job,
     sharded: ShardedModel,
@@ -282,44 +306,6 @@ def build_step_settings(
     average = average_of(state)
     hooks = (average,) if average else ()
     return StepSettings(mesh, training.clip_norm, in_backward, adaptive, judge=accepts, hooks=hooks)
-
-
-def add_meters(
-    job: Job, run: Run, sharded: ShardedModel, layout: ParallelLayout, stream: SampleStream
-) -> Run:
-    """The run with the hooks and actions of titanlite/meters, which come first, and of Sophia."""
-    config = job.config
-    metered = MeteredRun(
-        run,
-        config.metrics,
-        config.replica_check,
-        config.straggler,
-        job.spec,
-        job.sizes,
-        sharded,
-        layout,
-        stream,
-    )
-    meters = [meter for build in METERS if (meter := build(metered))]
-    hooks = [meter.hook for meter in meters if meter.hook]
-    hooks += hessian_hooks(run.engine, run.state, config.debug.seed)
-    settings = run.step_settings
-    # the average comes last, as the load of experts changes their biases after an update
-    settings = dataclasses.replace(settings, hooks=(*hooks, *settings.hooks))
-    actions = tuple(meter.action for meter in meters)
-    return dataclasses.replace(run, step_settings=settings, actions=actions)
-
-
-def build_guard(job: Job, run: Run, stream: SampleStream, lock: RunFolderLock) -> Guard:
-    """What handles the steps of a run that the judge rejects."""
-    parts = run.state.parts
-    judge, past = parts.get("guard"), parts["rollbacks"]
-    assert judge is None or isinstance(judge, StepJudge)
-    assert isinstance(past, SavedRollbacks)
-    load = partial(restore, job, run.checkpointer, run.state, stream, completely=True)
-    rollback = CheckpointRollback(job.config.guard, past, run, lock, load)
-    dump = build_batch_dump(job, stream)
-    return Guard(run, judge, rollback, dump, job.config.compile.compiles("model"))
 
 
 def build_sinks(job: Job, rank: RankContext, state: TrainState) -> MetricSinks:

@@ -54,6 +54,7 @@ def check_sections(config: JobConfig) -> Iterator[UserError]:
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
+    yield from config.find_problems()
 
 
 def check_sequence_lengths(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from titanlite.checkpoint import CheckpointConfig
 from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.elastic.layouts import ElasticConfig
+from titanlite.errors import UserError
 from titanlite.guard.policy import GuardConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.meters.metered_run import ReplicaCheckConfig, StragglerConfig
@@ -80,6 +80,10 @@ class JobConfig:
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
+    def find_problems(self) -> Iterator[UserError]:
+        """Problems of the sections that a subclass adds, which the other checks do not know."""
+        return iter(())
+
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
@@ -93,44 +97,6 @@ class JobConfig:
     @property
     def float8(self) -> Float8Config:
         return resolve_float8(self.quantize.linear.float8, self.model.converters)
-
-
-# Sections and keys that decide what a step computes or what the guard does.
-_MATHEMATICS = (
-    *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
-    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed", "weight_average"),
-)
-_NO_MATHEMATICS = (  # keys of these sections that do not
-    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
-    *("optimizer.implementation", "optimizer.offload", "optimizer.offload_folder"),
-    *("optimizer.early_step_in_backward", "loss.chunk_tokens", "model.print_after_conversion"),
-    *("weight_average.offload", "weight_average.validate"),
-)
-
-
-def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tuple[Any, Any]]:
-    """{key: (saved value, current value)} of the changed settings that decide what a run computes.
-
-    A run that resumes logs them. `saved`: the configuration in a checkpoint, from JSON, which has
-    lists where the current one may have tuples; a key that it lacks is not compared.
-    """
-    changes = {}
-    flat_saved = _flatten_settings(saved)
-    flat_current = _flatten_settings(json.loads(json.dumps(dataclasses.asdict(current))))
-    for key in sorted(flat_saved.keys() & flat_current.keys()):
-        decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
-        if decides and flat_saved[key] != flat_current[key] and key not in _NO_MATHEMATICS:
-            changes[key] = (flat_saved[key], flat_current[key])
-    return changes
-
-
-def _flatten_settings(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{dotted key: value} of nested tables."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        flat |= _flatten_settings(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
 
 
 # Job properties that must be the same in the job and in the checkpoint that it resumes from, unless

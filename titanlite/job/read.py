@@ -42,12 +42,19 @@ def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
     return dataclasses.replace(config, training=training)
 
 
-def read_job(argv: Sequence[str], world_size: int, *, here: bool = True) -> Job:
+def read_job(
+    argv: Sequence[str],
+    world_size: int,
+    *,
+    here: bool = True,
+    config_type: type[JobConfig] = JobConfig,
+) -> Job:
     """Read the job of a command line and check it for `world_size` ranks; raises all problems.
 
     `here`: the job is to run on this machine, so its data and its device must exist.
+    `config_type`: JobConfig, or with further sections.
     """
-    config, refused = load_config(JobConfig, argv, MOVED, complete_table)
+    config, refused = load_config(config_type, argv, MOVED, complete_table)
     elsewhere = bool(config.job.check_ranks) or not here
     config = resolve_compute_dtype(config, elsewhere)
     job, problems = check_job(config, config.job.check_ranks or world_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from titanlite.data import SampleStream
 from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.distributed.process_group import RankContext
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.job.config import JobConfig, changed_settings
+from titanlite.job.config import JobConfig
 from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
 from titanlite.job.job import Job
 from titanlite.log import logger
@@ -106,6 +108,44 @@ def report_start(
     steps = job.config.training.steps
     if state.step >= steps:
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)
+
+
+# Sections and keys that decide what a step computes or what the guard does.
+_MATHEMATICS = (
+    *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
+    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed", "weight_average"),
+)
+_NO_MATHEMATICS = (  # keys of these sections that do not
+    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),
+    *("optimizer.implementation", "optimizer.offload", "optimizer.offload_folder"),
+    *("optimizer.early_step_in_backward", "loss.chunk_tokens", "model.print_after_conversion"),
+    *("weight_average.offload", "weight_average.validate"),
+)
+
+
+def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved value, current value)} of the changed settings that decide what a run computes.
+
+    A run that resumes logs them. `saved`: the configuration in a checkpoint, from JSON, which has
+    lists where the current one may have tuples; a key that it lacks is not compared.
+    """
+    changes = {}
+    flat_saved = _flatten_settings(saved)
+    flat_current = _flatten_settings(json.loads(json.dumps(dataclasses.asdict(current))))
+    for key in sorted(flat_saved.keys() & flat_current.keys()):
+        decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
+        if decides and flat_saved[key] != flat_current[key] and key not in _NO_MATHEMATICS:
+            changes[key] = (flat_saved[key], flat_current[key])
+    return changes
+
+
+def _flatten_settings(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of nested tables."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        flat |= _flatten_settings(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:

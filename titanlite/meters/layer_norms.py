@@ -9,9 +9,9 @@ from torch import Tensor
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.meters.metered_run import Meter, MeteredRun
+from titanlite.meters.metered_run import Meter, MeteredRun, measure_steps
 from titanlite.optim import count_copies
-from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.periodic import StepInfo
 from titanlite.training.state import TrainState
 
 KINDS = ("gradient", "weight", "update")

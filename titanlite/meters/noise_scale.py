@@ -20,11 +20,11 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.meters.expert_load import ExpertLoad
-from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun
+from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun, measure_steps
 from titanlite.models import valid_tokens
 from titanlite.optim import clip_gradients
 from titanlite.training.engine import Engine
-from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.periodic import StepInfo
 from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepInputs, StepResult

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import all_reduce_sum
-from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun
+from titanlite.meters.metered_run import ArmedHook, Meter, MeteredRun, measure_steps
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout
-from titanlite.training.periodic import StepInfo, measure_steps
+from titanlite.training.periodic import StepInfo
 from titanlite.training.spmd_engine import SetPhase
 from titanlite.training.step import StepInputs
 

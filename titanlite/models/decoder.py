@@ -165,10 +165,12 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         documents: DocumentIndex | None = None,
         ahead: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
         it; default: 0, 1, 2, … To derive missing `documents` from them, the host waits for a GPU.
         `ahead`: see `shift_ahead`; with it, the loss is also that of multi-token prediction.
+        `weights` [B, T]: of the labels, see `OutputLayer.forward`.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -190,7 +192,9 @@ class Decoder(nn.Module):
             rope = [ropes.get(self.rotary[name]) for name in predictors]
             x = mtp.predict_ahead(predictors.values(), x, embedded, rope, documents)
             labels = torch.cat((labels, *ahead[..., 1].unbind(-1)))
-        return x if self.output is None else self.output(x, labels=labels, depths=len(predictors))
+        if self.output is None:
+            return x
+        return self.output(x, labels=labels, depths=len(predictors), weights=weights)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, T, D] of tokens [B, T]."""

@@ -85,6 +85,8 @@ class OutputLayer(nn.Linear):
         self.config, self.vocabulary = LossConfig(), Vocabulary()
         self.last_terms: Tensor | None = None
         # [2] in fp32, of the last loss: the cross-entropy without further depths, and the z-loss
+        self.last_token_losses: Tensor | None = None  # [B, T] in fp32: cross-entropy of each label
+        self.weights: Tensor | None = None  # of the labels [N], in fp32; None: 1
         self.last_depths: Tensor | None = None  # see `sums_of_depths`
         self._observer: Callable[[Tensor], None] | None = None
         self.samples = False
@@ -98,22 +100,31 @@ class OutputLayer(nn.Linear):
         with labels and gradients; None: no longer."""
         self._observer = observer
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, depths: int = 0) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        depths: int = 0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """With `labels` [B, T]: the loss summed over tokens, in nats, 0-d in fp32.
 
         z-loss is included only where gradients are enabled, so not in validation. `depths` of
         multi-token prediction follow in x and labels [(1 + depths) * B, T]; their loss is weighted.
+        `weights` [B, T] in fp32 multiply the cross-entropies; not with z-loss or depths.
         """
         if labels is None:
             return super().forward(x)
+        self.weights = None if weights is None else weights.flatten()
         x, weight = self.vocabulary.local_tensors(x, self.weight)
         with_grad = torch.is_grad_enabled()
         loss, self.last_terms, token_losses = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.reshape(1 + depths, -1), self, with_grad
         )
         self.last_depths = sums_of_depths(token_losses, labels.reshape(1 + depths, -1))
+        self.last_token_losses = token_losses.view(labels.shape)[: len(labels) // (1 + depths)]
         if with_grad and self._observer is not None:
-            self._observer(token_losses.view(labels.shape)[: len(labels) // (1 + depths)])
+            self._observer(self.last_token_losses)
         return loss
 
 
@@ -133,7 +144,11 @@ class _OutputLoss(torch.autograd.Function):
         labels = labels.flatten()
         for rows, factor in parts:
             losses, z_loss, grad = _chunk_loss(x[rows], weight, labels[rows], output, with_grad)
-            token_losses[rows], loss = losses, losses.sum()
+            token_losses[rows] = losses
+            if output.weights is not None:
+                losses = losses * output.weights[rows]
+                grad = None if grad is None else grad.mul_(output.weights[rows].unsqueeze(-1))
+            loss = losses.sum()
             own = own + loss if factor is None else own
             scale_depth_(factor, loss, z_loss, grad)
             total, z_total = total + loss + z_loss, z_total + z_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Batch:
     documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
     # empty: the mask is causal, or the model finds the documents itself, but waits for the device
     own: RankSlice | None = None  # the sequences that are not idle, which come first; None: all
+    weights: Tensor | None = None  # [B, T] in fp32: of each label in the loss; None: 1
 
     @property
     def counted(self) -> tuple[int, int] | None:
@@ -30,22 +32,30 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
-        documents = tuple(index.pin_memory() for index in self.documents)
-        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents, self.own)
+        return self._convert(Tensor.pin_memory, DocumentIndex.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on `device`."""
-        inputs, labels = (x.to(device, non_blocking=True) for x in (self.inputs, self.labels))
-        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents), self.own)
+        return self._convert(lambda x: x.to(device, non_blocking=True), lambda x: x.to(device))
+
+    def _convert(self, tensor: Callable[[Tensor], Tensor], index: Callable) -> Batch:
+        weights = None if self.weights is None else tensor(self.weights)
+        documents = tuple(map(index, self.documents))
+        return Batch(tensor(self.inputs), tensor(self.labels), documents, self.own, weights)
 
     def split(self, sequences: int) -> list[Batch]:
         """Parts of `sequences` sequences, which are one micro-batch or several."""
-        tokens = list(zip(self.inputs.split(sequences), self.labels.split(sequences), strict=True))
-        count = -(-len(self.documents) // len(tokens))  # micro-batches in a part
-        own = [self.own and self.own.part(n * sequences, sequences) for n in range(len(tokens))]
+        starts = range(0, len(self.inputs), sequences)
+        count = -(-len(self.documents) // len(starts))  # micro-batches in a part
         return [
-            Batch(inputs, labels, self.documents[n * count : (n + 1) * count], own[n])
-            for n, (inputs, labels) in enumerate(tokens)
+            Batch(
+                self.inputs[start : start + sequences],
+                self.labels[start : start + sequences],
+                self.documents[n * count : (n + 1) * count],
+                self.own and self.own.part(start, sequences),
+                None if self.weights is None else self.weights[start : start + sequences],
+            )
+            for n, start in enumerate(starts)
         ]
 
 
@@ -69,6 +79,11 @@ class TokenSelector:
     def select(self, tokens: Tensor) -> Tensor:
         """This rank's part of `tokens`: [B, T] -> [B, T / cp]."""
         return self.sequence.select(tokens)
+
+    def select_targets(self, batch: Batch) -> dict[str, Tensor]:
+        """The arguments `labels` and, if the batch has them, `weights` of a model."""
+        weights = {} if batch.weights is None else {"weights": self.select(batch.weights)}
+        return {"labels": self.select(batch.labels), **weights}
 
     def look_ahead(self, batch: Batch) -> dict[str, Tensor]:
         """The argument `ahead` of a model that predicts further tokens; else nothing."""

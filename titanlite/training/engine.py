@@ -37,6 +37,12 @@ class Engine(Protocol):
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the summed loss, without gradients; from tensors in host memory."""
 
+    def token_losses(self, batch: Batch) -> Tensor:
+        """The cross-entropy of each label [B, T] in fp32, 0 where it is ignored; no gradients.
+
+        `batch`: as for `forward_backward`. The same on all ranks that split its sequences.
+        """
+
 
 def build_engine(
     sharded: ShardedModel,
@@ -59,7 +65,7 @@ def build_engine(
     shard = build_sequence_shard(mesh.cp, config)
     tokens = TokenSelector(shard, document_end_id, index_documents, sharded.prediction_layers)
     if mesh.pp.size() == 1:
-        return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
+        return SpmdEngine(sharded, tokens, mesh.cp, local_batch, device, every_microbatch)
     from titanlite.training.pipeline_engine import PipelineEngine  # only pipelines need it
 
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)

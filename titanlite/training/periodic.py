@@ -6,15 +6,14 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from titanlite.checkpoint import Checkpointer, SaveRequest, SaveResult
-from titanlite.distributed.collectives import gather_from_all_ranks, run_on_rank_0
+from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult
-from titanlite.training.validation import ValidationResult
 from titanlite.training.weight_average import average_of
 
 
@@ -68,46 +67,6 @@ class PeriodicAction:
         return self.needs_accepted or self.needs_finite
 
 
-class StepMeter(Protocol):
-    """A meter that is armed before a step, and measures while the step runs."""
-
-    def arm(self) -> None:
-        """Measure the next step."""
-
-    def take(self) -> Any:
-        """Return what was measured since `arm`, and forget it; disarms the meter."""
-
-
-def measure_steps(
-    name: str, freq: int, meter: StepMeter, record: Callable[[StepInfo], None], last: int = 0
-) -> PeriodicAction:
-    """Arm `meter` before every `freq`-th step and step `last`, and call `record` after it.
-
-    `record` calls `meter.take`.
-    """
-
-    def measures(step: int) -> bool:
-        return step % freq == 0 or step == last
-
-    def arm_if_next(step: int) -> None:
-        if measures(step + 1):
-            meter.arm()
-
-    def start(step: int) -> None:
-        meter.take()  # discard what it measured in a step that was rolled back
-        arm_if_next(step)
-
-    def run(info: StepInfo) -> None:
-        if measures(info.step):
-            record(info)
-        arm_if_next(info.step)
-
-    def is_due(info: StepInfo) -> bool:
-        return measures(info.step) or measures(info.step + 1)
-
-    return PeriodicAction(name, is_due, run, needs_accepted=True, start=start)
-
-
 def log_metrics(
     state: TrainState, meter: ThroughputMeter, sinks: MetricSinks, freq: int
 ) -> PeriodicAction:
@@ -154,44 +113,6 @@ def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
         return info.result.overflowed
 
     return PeriodicAction("log", is_due, write, needs_accepted=True)
-
-
-# (event, name of the validation set) -> result
-ValidationResults = dict[tuple[str, str], ValidationResult]
-
-
-def run_validation(
-    validate_all: Callable[[int], ValidationResults], sinks: MetricSinks, freq: int, last_step: int
-) -> PeriodicAction:
-    """Validate every `freq` steps and after the last step.
-
-    `validate_all(step)` returns the result of each validation set. A run that stops early does not
-    validate: the next start does it, for the step that it starts from, if metrics.jsonl has no
-    result of that step.
-    """
-
-    def measure(step: int) -> None:
-        for (event, name), result in validate_all(step).items():
-            sinks.event(
-                step,
-                event,
-                name=name,
-                loss=result.loss,
-                perplexity=result.perplexity,
-                bits_per_byte=result.bits_per_byte,
-            )
-
-    def is_due(info: StepInfo) -> bool:
-        return info.is_last or (not info.stop_reason and info.step % freq == 0)
-
-    def catch_up(step: int) -> None:
-        needed = step == last_step or (step > 0 and step % freq == 0)
-        if needed and not run_on_rank_0(lambda: sinks.has_event(step, "validation")):
-            measure(step)
-
-    return PeriodicAction(
-        "validate", is_due, lambda info: measure(info.step), needs_finite=True, start=catch_up
-    )
 
 
 def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:

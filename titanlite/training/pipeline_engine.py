@@ -17,7 +17,13 @@ from titanlite.parallelize.fsdp import GradientSums
 from titanlite.parallelize.pipeline import EvalStage, RankSchedule, TrainStage, build_rank_schedule
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.training.batch import Batch, TokenSelector
-from titanlite.training.spmd_engine import SetPhase, ignore_phase, loss_terms, reshard
+from titanlite.training.spmd_engine import (
+    SetPhase,
+    ignore_phase,
+    loss_terms,
+    place_token_losses,
+    reshard,
+)
 
 
 class PipelineEngine:
@@ -42,6 +48,7 @@ class PipelineEngine:
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._divisor: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # terms of each micro-batch of the current run
+        self._token_losses: Tensor | None = None  # where those of the current run are written
         # NCCL creates the communicator of all pipeline ranks in their first collective. Without
         # this one, that would be the first batch of sends and receives, in the middle of 1F1B:
         # given shapes, torch 2.13 and 2.14 connect only pairs before (TODO in their `_warmup_p2p`).
@@ -80,6 +87,19 @@ class PipelineEngine:
         reshard(self._sharded.stage_modules.values())
         return total
 
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        self._follow_weights()
+        self._divisor = 1.0
+        losses = torch.zeros(batch.labels.shape, device=self._device)
+        runs = batch.split(self._plan.sequences)
+        for run, part in zip(runs, losses.split(self._plan.sequences), strict=True):
+            self._token_losses = part
+            self._run(EvalStage, self._plan, run, reduce=False)
+        self._token_losses = None
+        reshard(self._sharded.stage_modules.values())
+        return all_reduce_sum(self._mesh.pp, all_reduce_sum(self._mesh.cp, losses))
+
     def _follow_weights(self) -> None:
         """Bring up to date what is derived from the weights, which may have changed."""
         self._sharded.update_float8_scales()
@@ -105,8 +125,8 @@ class PipelineEngine:
         if self._has_first_stage:
             arguments = [self._tokens.select(inputs)]
         if self._has_last_stage:
-            labels = self._tokens.select(labels)
-            targets = {"labels": labels, "target": labels, **ahead}
+            rows = torch.arange(len(labels), device=labels.device)
+            targets = {**self._tokens.select_targets(batch), "target": rows, **ahead}
         schedule = rank_schedule.schedule
         run = schedule.step if trains else schedule.eval
         cause: BaseException | None = None
@@ -127,7 +147,14 @@ class PipelineEngine:
         return sum(self._losses, torch.zeros(terms, device=self._device))
 
     def _record_loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """Called by torch as loss function; the last stage already computed the loss in forward."""
+        """Called by torch as loss function; the last stage already computed the loss in forward.
+
+        `target`: the numbers of the micro-batch's sequences in the run.
+        """
+        if self._token_losses is not None:
+            part = self._token_losses[target]  # a copy
+            place_token_losses(self._sharded.output, part, self._tokens)
+            self._token_losses[target] = part
         loss = loss / self._divisor
         self._losses.append(loss_terms(self._sharded.output, self._divisor))
         return loss

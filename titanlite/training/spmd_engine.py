@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.models import OutputLayer
 from titanlite.models.router import find_routers
 from titanlite.parallelize import ShardedModel
@@ -28,11 +30,13 @@ class SpmdEngine:
         self,
         sharded: ShardedModel,
         tokens: TokenSelector,
+        cp: DeviceMesh,
         microbatch_size: int,
         device: torch.device,
         reduce_every_microbatch: bool,
     ):
         self._model, self._tokens, self._device = sharded.model, tokens, device
+        self._cp = cp
         self._microbatch_size = microbatch_size
         self._reduce_every_microbatch = reduce_every_microbatch
         self._sums, self._routers = GradientSums([sharded.model]), find_routers(sharded.model)
@@ -73,6 +77,18 @@ class SpmdEngine:
         reshard([self._model])
         return loss
 
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """See `Engine.token_losses`."""
+        self._update_float8_scales()
+        losses = torch.zeros(batch.labels.shape, device=self._device)
+        parts = losses.split(self._microbatch_size)
+        for microbatch, part in zip(batch.split(self._microbatch_size), parts, strict=True):
+            self._loss_of(microbatch, {})
+            place_token_losses(self._output, part, self._tokens)
+        reshard([self._model])
+        return all_reduce_sum(self._cp, losses)
+
     def _loss_of(self, microbatch: Batch, ahead: dict[str, Tensor]) -> Tensor:
         """The summed loss of this rank's tokens; `ahead` as `TokenSelector.look_ahead`."""
         select = self._tokens.select
@@ -81,7 +97,7 @@ class SpmdEngine:
         return self._model(
             select(microbatch.inputs),
             positions,
-            labels=select(microbatch.labels),
+            **self._tokens.select_targets(microbatch),
             **options,
             **ahead,
         )
@@ -92,6 +108,13 @@ def loss_terms(output: OutputLayer | None, divisor: Tensor | float) -> Tensor:
     assert output is not None and output.last_terms is not None
     depths = [] if output.last_depths is None else [output.last_depths.flatten()]
     return torch.cat([output.last_terms, *depths]) / divisor
+
+
+def place_token_losses(output: OutputLayer | None, out: Tensor, tokens: TokenSelector) -> None:
+    """Write the cross-entropies of this rank's labels in the last forward to `out` [B, T]."""
+    assert output is not None and output.last_token_losses is not None
+    positions = tokens.sequence.positions(out.shape[1], out.device)
+    out[:, positions] = output.last_token_losses
 
 
 def reshard(models: Iterable[nn.Module]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -47,6 +48,14 @@ class StepHook:
         """Called unless the host skips the step; it updated nothing if `result.accept` is false."""
 
 
+class WeighedLabels(NamedTuple):
+    """A loss as a weighted sum of the cross-entropies of labels; see `StepSettings.objective`."""
+
+    weights: Tensor  # [B, T] in fp32: of this rank's batch
+    divisor: Tensor  # 0-d: what the weighted sum over the global batch is divided by
+    loss: Tensor  # 0-d: of the global batch, to be logged
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
@@ -58,6 +67,9 @@ class StepSettings:
     judge: Callable[[Tensor, Tensor], Tensor] | None = None
     # (loss, gradient norm), each 0-d -> whether [] to update the parameters; None: always
     hooks: tuple[StepHook, ...] = ()
+    objective: Callable[[StepInputs, SetPhase], WeighedLabels] | None = None
+    # A loss f of log-probabilities has the gradient of the sum of cross-entropies with the weights
+    # -df/d(log-probability), which this returns; a replay calls it again. None: cross-entropy
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class StepResult:
     """Measurements of one step. The tensors are on the device: reading a value waits for it."""
 
     loss: Tensor  # 0-d: mean cross-entropy of the global batch's valid tokens, before the update
+    # (or that of the objective)
     z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
@@ -133,9 +146,14 @@ def compute_gradients(
     inputs = StepInputs(batch, start, tokens, valid, scale, own)
     for hook in settings.hooks:
         hook.before_forward(inputs, set_phase)
-    own_losses = engine.forward_backward(batch, valid / scale, set_phase) / scale
+    divisor, objective_loss = valid, None
+    if settings.objective is not None:
+        weights, divisor, objective_loss = settings.objective(inputs, set_phase)
+        batch = dataclasses.replace(batch, weights=weights)
+    own_losses = engine.forward_backward(batch, divisor / scale, set_phase) / scale
     losses = all_reduce_sum(mesh.loss, own_losses.clone())
     loss, depth_sums = losses[0], losses[2:].view(2, -1)  # see `sums_of_depths`
+    loss = loss if objective_loss is None else objective_loss
     for hook in settings.hooks:
         hook.after_backward()
     set_phase("step")
@@ -144,18 +162,10 @@ def compute_gradients(
     else:
         parameters = state.model.parameters()
         norms = clip_gradients(parameters, settings.clip_norm, mesh, scale, settings.adaptive_clip)
-    overflowed, grad_norm = False, norms.total
-    if state.loss_scale is not None:  # this waits for the device
-        # All ranks have the same values, so all decide the same. The judge sees what no loss scale
-        # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
-        if settings.judge is None:
-            overflowed = not grad_norm.isfinite()
-        elif state.loss_scale.shrinkable:
-            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
     return StepResult(
         loss=loss,
         z_loss=losses[1],
-        grad_norm=grad_norm,
+        grad_norm=norms.total,
         own_norms=norms.own,
         grad_factor=norms.factor,
         own_losses=own_losses[:2],
@@ -163,8 +173,20 @@ def compute_gradients(
         lr=lr,
         samples=samples,
         tokens=tokens,
-        overflowed=overflowed,
+        overflowed=_overflows(state, loss, norms.total, settings.judge is not None),
     )
+
+
+def _overflows(state: TrainState, loss: Tensor, grad_norm: Tensor, has_judge: bool) -> bool:
+    """Whether float16 gradients overflowed, and a smaller loss scale can help.
+
+    All ranks have the same values, so all decide the same. The judge sees what no loss scale
+    repairs: inf or NaN in the loss, and gradients that overflow by themselves.
+    """
+    if state.loss_scale is None or (has_judge and not state.loss_scale.shrinkable):
+        return False
+    overflows = ~grad_norm.isfinite() & (loss.isfinite() if has_judge else True)
+    return bool(overflows)  # waits for the device
 
 
 def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from titanlite.data import ValidationSet
-from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.collectives import all_reduce_sum, run_on_rank_0
 from titanlite.distributed.mesh import Mesh
 from titanlite.labels import IGNORE_INDEX
+from titanlite.metrics import MetricSinks
 from titanlite.models import valid_tokens
 from titanlite.settings import Positive, Range
 from titanlite.training.engine import Engine
+from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.spmd_engine import SetPhase, ignore_phase
 
 
@@ -85,3 +88,41 @@ def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
 def validation_samples(config: ValidationConfig, data: ValidationSet, global_batch: int) -> int:
     """Number of samples to validate on; depends on the layout only if `global_batch` does."""
     return data.samples if config.steps == -1 else min(data.samples, config.steps * global_batch)
+
+
+# (event, name of the validation set) -> result
+ValidationResults = dict[tuple[str, str], ValidationResult]
+
+
+def run_validation(
+    validate_all: Callable[[int], ValidationResults], sinks: MetricSinks, freq: int, last_step: int
+) -> PeriodicAction:
+    """Validate every `freq` steps and after the last step.
+
+    `validate_all(step)` returns the result of each validation set. A run that stops early does not
+    validate: the next start does it, for the step that it starts from, if metrics.jsonl has no
+    result of that step.
+    """
+
+    def measure(step: int) -> None:
+        for (event, name), result in validate_all(step).items():
+            sinks.event(
+                step,
+                event,
+                name=name,
+                loss=result.loss,
+                perplexity=result.perplexity,
+                bits_per_byte=result.bits_per_byte,
+            )
+
+    def is_due(info: StepInfo) -> bool:
+        return info.is_last or (not info.stop_reason and info.step % freq == 0)
+
+    def catch_up(step: int) -> None:
+        needed = step == last_step or (step > 0 and step % freq == 0)
+        if needed and not run_on_rank_0(lambda: sinks.has_event(step, "validation")):
+            measure(step)
+
+    return PeriodicAction(
+        "validate", is_due, lambda info: measure(info.step), needs_finite=True, start=catch_up
+    )
