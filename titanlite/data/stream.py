@@ -107,6 +107,10 @@ class SampleStream:
         return [source.name for source in self._sources]
 
     @property
+    def sources(self) -> Sequence[StoredSamples | TextSamples]:
+        return self._sources
+
+    @property
     def length(self) -> int | None:
         """Number of positions, if all sources of a phase end; None: there is no last one."""
         return self._order.mixture.end

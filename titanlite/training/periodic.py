@@ -67,6 +67,11 @@ class PeriodicAction:
         return self.needs_accepted or self.needs_finite
 
 
+def every_logged_step(freq: int) -> Callable[[StepInfo], bool]:
+    """Whether a step has a step line: every `freq` steps, step 1 and the last step."""
+    return lambda info: info.step == 1 or info.step % freq == 0 or info.ends_run
+
+
 def log_metrics(
     state: TrainState, meter: ThroughputMeter, sinks: MetricSinks, freq: int
 ) -> PeriodicAction:
@@ -89,10 +94,7 @@ def log_metrics(
             losses = dict(enumerate(result.mtp_losses.tolist(), 1))
             sinks.event(info.step, "mtp_losses", **{f"depth_{n}": x for n, x in losses.items()})
 
-    def is_due(info: StepInfo) -> bool:
-        return info.step == 1 or info.step % freq == 0 or info.ends_run
-
-    return PeriodicAction("log", is_due, write, needs_accepted=True)
+    return PeriodicAction("log", every_logged_step(freq), write, needs_accepted=True)
 
 
 def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:

@@ -1,0 +1,168 @@
+"""Losses of pairs: every layout computes what autograd computes on one process, unpacked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.distributed.oracle import (
+    SEED,
+    SGD,
+    Layout,
+    Recipe,
+    build_sharded,
+    fit_recipe,
+    merge_parts,
+    own_rows,
+    parse_layouts,
+    relative_error,
+    shard_and_offset,
+)
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.recipes import MOE
+from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
+from titanlite.parallelize.weight_init import init_weights
+from titanlite.training.state import Counters, TrainState
+from titanlite.training.step import StepSettings, compute_gradients
+from titanlite_post.preferences import DPOSection, PreferenceObjective
+
+WINDOWS, SEQ_LEN = 8, 48
+DENSE = replace(SGD, batch=WINDOWS, seq_len=SEQ_LEN, documents=True)
+RECIPES = {"dense": DENSE, "experts": replace(MOE, batch=WINDOWS, seq_len=SEQ_LEN, documents=True)}
+SECTIONS = {
+    "dpo": DPOSection("dpo", beta=0.5),
+    "ipo": DPOSection("ipo", beta=0.5),
+    "simpo": DPOSection("simpo", beta=2.0, margin=0.5),
+}
+LAYOUTS = {
+    "dense": [
+        "accumulate=4",
+        "shard=2,accumulate=2; tensor=2; context=2; context=2,rotate=alltoall,balancer=none"
+        "; pipeline=2,microbatch=1; pipeline=2,schedule=ZBVZeroBubble; replicate=2",
+        "shard=2,tensor=2; pipeline=2,context=2,microbatch=2; pipeline=2,shard=2"
+        ",schedule=Interleaved1F1B; replicate=2,shard=2,accumulate=2",
+    ],
+    "experts": ["shard=2,expert=2; tensor=2,expert=2,expert_tensor=1; pipeline=2"],
+}
+
+
+@cache
+def pairs(vocab_size: int) -> list[list[tuple[Tensor, int]]]:
+    """Windows of pairs; of each answer its ids, and how many of them are of the prompt."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    windows = []
+    for row in range(WINDOWS):
+        answers = []
+        for _ in range(row % 3):  # also windows without a pair
+            prompt = torch.randint(1, vocab_size, (draw(1, 5),), generator=generator)
+            for _ in range(2):
+                answer = torch.randint(1, vocab_size, (draw(1, 7),), generator=generator)
+                answers.append((torch.cat((prompt, answer)), len(prompt)))
+        windows.append(answers)
+    return windows
+
+
+def packed(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels [B, T] as `PackedSource` gives them."""
+    inputs = torch.zeros(WINDOWS, SEQ_LEN + 1, dtype=torch.int64)
+    labels = torch.full((WINDOWS, SEQ_LEN + 1), SAME_DOCUMENT)  # of the input before
+    for row, answers in enumerate(pairs(vocab_size)):
+        place = 0
+        for ids, prompt in answers:
+            inputs[row, place : place + len(ids)] = ids
+            labels[row, place + prompt : place + len(ids)] = ids[prompt:]
+            labels[row, place] = DOCUMENT_END
+            place += len(ids)
+        labels[row, place] = DOCUMENT_END
+    return inputs[:, :-1].clone(), labels[:, 1:].clone()
+
+
+def reference_table(sequences: range) -> Tensor:
+    """Log-probabilities of a reference: any numbers."""
+    generator = torch.Generator().manual_seed(4)
+    return -20 * torch.rand(WINDOWS, 2, 2, generator=generator)[list(sequences)]
+
+
+@cache
+def one_process(recipe: Recipe, name: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss and gradients by the papers' formulas, one answer after the other, unpacked."""
+    model = recipe.spec.build(recipe.sizes)
+    init_weights(model, recipe.spec, recipe.sizes, SEED, recipe.widths)
+    section, losses = SECTIONS[name], []
+    for row, answers in enumerate(pairs(recipe.sizes.vocab_size)):
+        ratios = []
+        for number, (ids, prompt) in enumerate(answers):
+            logits = model(ids[None, :-1])[0, prompt - 1 :]
+            log_prob = -F.cross_entropy(logits, ids[prompt:], reduction="sum")
+            tokens = len(ids) - prompt
+            known = reference_table(range(row, row + 1))[0, number // 2, number % 2]
+            if name == "dpo":
+                ratios.append(log_prob - known)
+            else:
+                ratios.append((log_prob - (known if name == "ipo" else 0.0)) / tokens)
+        for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True):
+            margin = chosen - rejected
+            if name == "ipo":
+                losses.append((margin - 1 / (2 * section.beta)) ** 2)
+            else:
+                gamma = section.margin if name == "simpo" else 0.0
+                losses.append(-torch.log(torch.sigmoid(section.beta * margin - gamma)))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run_layouts(layouts: list[Layout], recipe: Recipe, names: list[str], dtype=torch.float32):
+    """Of each layout and loss: (loss, gradients of this rank)."""
+    results = []
+    for layout in layouts:
+        fitted = fit_recipe(recipe, layout)
+        for name in names:
+            model, mesh, engine = build_sharded(layout, fitted, dtype)
+            section = SECTIONS[name]
+            known = None if name == "simpo" else lambda at, n: reference_table(range(at, at + n))
+            objective = PreferenceObjective(section, engine, mesh, known)
+            batch = engine.prepare(*own_rows(mesh, *packed(recipe.sizes.vocab_size)))
+            state = TrainState(model, _NoOptimizer(), counters=Counters())
+            settings = StepSettings(mesh, 0.0, objective=objective)
+            result = compute_gradients(state, engine, batch, settings=settings)
+            named = model.named_parameters()
+            grads = {n: shard_and_offset(p.grad) for n, p in named if p.grad is not None}
+            results.append((result.loss.item(), grads))
+    return results
+
+
+class _NoOptimizer:
+    """What `compute_gradients` asks of an optimizer."""
+
+    def follow_schedule(self, *_) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [(f, text) for f, texts in LAYOUTS.items() for text in texts]
+)
+def test_every_layout_matches_one_process_with_unpacked_answers(family, text):
+    layouts, recipe = parse_layouts(text), RECIPES[family]
+    ranks = layouts[0].degrees.ranks
+    # one layout measures all losses, which differ in a few lines, and the others one
+    names = list(SECTIONS) if ranks == 2 and family == "dense" else ["dpo"]
+    results = run_on_ranks(run_layouts, ranks, layouts, recipe, names)
+    cases = [(layout, name) for layout in layouts for name in names]
+    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        layout, name = case
+        loss, gradients = one_process(fit_recipe(recipe, layout), name)
+        merged = merge_parts([grads for _, grads in of_ranks])
+        assert [rank_loss for rank_loss, _ in of_ranks] == pytest.approx([loss] * ranks, rel=1e-5)
+        assert merged.keys() == gradients.keys()
+        errors = {n: relative_error(merged[n], grad) for n, grad in gradients.items()}
+        assert max(errors.values()) < 1e-5, (case, errors)
