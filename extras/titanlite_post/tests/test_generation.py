@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import CPU, SEED, SGD, Layout, Recipe, build_parallel, fit_recipe
+from tests.distributed.oracle import (
+    CPU,
+    SEED,
+    SGD,
+    Layout,
+    Recipe,
+    batch_at,
+    build_parallel,
+    fit_recipe,
+    own_batch,
+)
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import recipe_of
+from titanlite.distributed.collectives import local_shard
+from titanlite.errors import ConfigError
 from titanlite.models.label_sampling import GOLDEN, add_noise, mix_int64
+from titanlite.models.router import find_routers
 from titanlite.parallelize.weight_init import init_weights
-from titanlite_post.generation import Generation, ShardedGenerator
+from titanlite.training.engine import build_engine
+from titanlite_post.generation import CHECK_EVERY, Generation, ShardedGenerator
 
 pytestmark = pytest.mark.slow
 
@@ -19,13 +37,23 @@ NEW, VOCABULARY = 24, 500  # the model's has 509 ids
 ENDS = (*range(3, 30),)  # so many that most sequences end, at different times
 LENGTHS = (5, 9, 3, 7, 12, 4)
 PROMPTS = [[(31 * row + 7 * at) % VOCABULARY for at in range(n)] for row, n in enumerate(LENGTHS)]
-PROMPTS[1][4] = ENDS[0]  # of a prompt: ends nothing
+PROMPTS[1][4] = ENDS[0]  # in a prompt, it ends nothing
 NUMBERS = [10 + 3 * row for row in range(len(PROMPTS))]
-LLAMA = SGD
-FAMILIES = {
-    name: recipe_of(name)
-    for name in ("gpt_oss", "gemma3", "deepseek_v3", "mixtral", "qwen3_next", "gpt2")
-} | {"llama3": LLAMA}
+LLAMA, MIXTRAL = SGD, recipe_of("mixtral")
+GPT_OSS, GEMMA, DEEPSEEK = map(recipe_of, ("gpt_oss", "gemma3", "deepseek_v3"))
+QWEN, GPT2 = recipe_of("qwen3_next"), recipe_of("gpt2")
+INTERLEAVED = Layout(pipeline=2, schedule="Interleaved1F1B", stages=4)
+
+
+class Case(NamedTuple):
+    layout: Layout
+    recipe: Recipe
+    prompts: int = len(PROMPTS)
+    ends: tuple[int, ...] = ENDS
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} {self.recipe.spec.name} {self.prompts}"
 
 
 @torch.no_grad()
@@ -36,49 +64,57 @@ def enlarge_weights(model: torch.nn.Module) -> None:
             parameter.mul_(8)
 
 
-def generate_with(
-    layout: Layout, recipe: Recipe, prompts=PROMPTS, numbers=NUMBERS, gather_weights=True
-) -> list[Generation]:
-    """This rank's completions, of its part of the prompts."""
-    sharded, parallel = build_parallel(layout, fit_recipe(recipe, layout))
+def build(case: Case):
+    """(sharded model, layout) of this rank."""
+    sharded, parallel = build_parallel(case.layout, fit_recipe(case.recipe, case.layout))
     enlarge_weights(sharded.model)
-    generator = ShardedGenerator(
-        sharded,
-        parallel,
-        CPU,
-        seed=SEED,
-        ends=ENDS,
-        vocab_size=VOCABULARY,
-        gather_weights=gather_weights,
-    )
-    ranks, rank = layout.degrees.batch, parallel.mesh.batch_rank
-    return generator.generate(prompts[rank::ranks], numbers[rank::ranks], NEW)
+    return sharded, parallel
 
 
-def run_cases(cases: list[tuple[Layout, str]]) -> list[list[Generation]]:
-    return [generate_with(layout, FAMILIES[family]) for layout, family in cases]
+def build_generator(case: Case, gather_weights: bool = True):
+    """(sharded model, layout, generator) of this rank."""
+    sharded, parallel = build(case)
+    settings = {"seed": SEED, "ends": case.ends, "vocab_size": VOCABULARY}
+    settings["gather_weights"] = gather_weights
+    return sharded, parallel, ShardedGenerator(sharded, parallel, CPU, **settings)
 
 
-@torch.no_grad()
-def reference(layout: Layout, family: str) -> list[Generation]:
-    """Each sequence alone, token by token, by forwards of all of its tokens without a cache."""
-    recipe = fit_recipe(FAMILIES[family], layout)
+def generate(case: Case) -> list[Generation]:
+    """This rank's completions: data-parallel ranks have every n-th prompt."""
+    _, parallel, generator = build_generator(case)
+    own = slice(parallel.mesh.batch_rank, case.prompts, case.layout.degrees.batch)
+    return generator.generate(PROMPTS[own], NUMBERS[own], NEW)
+
+
+def run_cases(cases: list[Case]) -> list[list[Generation]]:
+    return [generate(case) for case in cases]
+
+
+def plain_model(recipe: Recipe) -> torch.nn.Module:
     model = recipe.spec.build(recipe.sizes)
     init_weights(model, recipe.spec, recipe.sizes, SEED)
     enlarge_weights(model)
-    return [complete(model, p, number) for p, number in zip(PROMPTS, NUMBERS, strict=True)]
+    return model
 
 
-def complete(model, prompt: list[int], number: int) -> Generation:
+@torch.no_grad()
+def reference(case: Case) -> list[Generation]:
+    """Each sequence alone, token by token, by forwards of all of its tokens without a cache."""
+    model = plain_model(fit_recipe(case.recipe, case.layout))
+    rows = zip(PROMPTS[: case.prompts], NUMBERS, strict=False)
+    return [complete(model, prompt, number, case.ends) for prompt, number in rows]
+
+
+def complete(model, prompt: list[int], number: int, ends: tuple[int, ...]) -> Generation:
     ids, log_probs = list(prompt), []
     for index in range(NEW):
         logits = model(torch.tensor([ids]))[0, -1:]
         id = sample(logits[:, :VOCABULARY], number, index)
         ids.append(id)
         log_probs.append(logits.log_softmax(-1)[0, id].item())
-        if id in ENDS:
+        if id in ends:
             break
-    return Generation(ids[len(prompt) :], log_probs, ids[-1] in ENDS)
+    return Generation(ids[len(prompt) :], log_probs, ids[-1] in ends)
 
 
 def sample(logits: Tensor, number: int, index: int) -> int:
@@ -92,46 +128,129 @@ def compare(found: list[Generation], expected: list[Generation]) -> float:
     assert [g.ids for g in found] == [g.ids for g in expected]
     assert [g.ended for g in found] == [g.ended for g in expected]
     pairs = zip(found, expected, strict=True)
-    return max(abs(a - b) for f, e in pairs for a, b in zip(f.log_probs, e.log_probs, strict=True))
+    logs = [zip(f.log_probs, e.log_probs, strict=True) for f, e in pairs]
+    return max((abs(a - b) for log in logs for a, b in log), default=0.0)
 
 
-ON_ONE = [(Layout(), family) for family in FAMILIES]
+ON_ONE = [Case(Layout(), recipe) for recipe in (LLAMA, GPT_OSS, QWEN, DEEPSEEK)]
 ON_TWO = [
-    *((Layout(shard=2), family) for family in ("llama3", "gpt_oss", "qwen3_next")),
-    *((Layout(tensor=2), family) for family in FAMILIES),
-    (Layout(tensor=2, loss_parallel=False), "llama3"),
-    *((Layout(context=2), family) for family in ("llama3", "gpt_oss", "qwen3_next")),
-    (Layout(pipeline=2, microbatch=6), "llama3"),
-    (Layout(pipeline=2, microbatch=6), "gemma3"),
-    (Layout(pipeline=2, schedule="Interleaved1F1B", stages=4), "deepseek_v3"),
-    (Layout(pipeline=2, schedule="ZBVZeroBubble", stages=4), "llama3"),
-    (Layout(shard=2, expert=2), "mixtral"),
-    (Layout(shard=2, expert=2), "qwen3_next"),
-    (Layout(shard=2, compile="eager"), "llama3"),
+    *(Case(Layout(shard=2), recipe) for recipe in (LLAMA, GPT_OSS, QWEN)),
+    Case(Layout(shard=2, compile="eager"), GEMMA),
+    Case(Layout(shard=2), LLAMA, prompts=1),  # and none on the other rank
+    Case(Layout(shard=2, expert=2), MIXTRAL, prompts=1),
+    *(Case(Layout(shard=2, expert=2), recipe) for recipe in (MIXTRAL, QWEN)),
+    *(Case(Layout(tensor=2), recipe) for recipe in (GPT_OSS, GEMMA, DEEPSEEK, QWEN, GPT2)),
+    Case(Layout(tensor=2, loss_parallel=False), LLAMA, prompts=3),
+    *(Case(Layout(context=2), recipe) for recipe in (GPT_OSS, QWEN)),
+    Case(Layout(context=2), replace(LLAMA, documents=True), prompts=3),
+    *(Case(Layout(pipeline=2, microbatch=6), recipe) for recipe in (LLAMA, GEMMA)),
+    Case(INTERLEAVED, DEEPSEEK),
+    Case(Layout(pipeline=2, schedule="ZBVZeroBubble", stages=4), LLAMA),
 ]
 ON_FOUR = [
-    (Layout(replicate=2, shard=2), "llama3"),
-    (Layout(shard=2, tensor=2), "llama3"),
-    (Layout(pipeline=2, tensor=2), "gpt_oss"),
-    (Layout(shard=2, context=2, expert=4), "mixtral"),
+    Case(Layout(replicate=2, shard=2), LLAMA),
+    Case(Layout(shard=2, tensor=2), LLAMA),
+    Case(Layout(tensor=2, pipeline=2), GPT_OSS),
+    Case(Layout(shard=2, context=2, expert=4), MIXTRAL),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
 def test_every_layout_samples_what_a_loop_without_a_cache_samples(ranks, cases):
-    results = run_on_ranks(run_cases, ranks, cases)
     worst = {}
-    for index, (layout, family) in enumerate(cases):
-        expected = reference(layout, family)
-        batches = layout.degrees.batch
-        seen = set()
-        for rank, by_case in enumerate(results):
-            # dimensions from the outermost: pipeline, replicate, shard, context, tensor
-            part = rank // (layout.context * layout.tensor) % batches
-            seen.add(part)
-            worst[f"{layout} {family}"] = compare(by_case[index], expected[part::batches])
-        assert len(seen) == batches
-        ends = [len(g.ids) for g in expected if g.ended]
-        assert len(set(ends)) > 1, "sequences end at the same time"
-    print(worst)
+    for case, *results in zip(cases, *run_on_ranks(run_cases, ranks, cases), strict=True):
+        expected, batch = reference(case), case.layout.degrees.batch
+        assert case.prompts < 6 or len({len(g.ids) for g in expected}) > 3, "all end together"
+        inner = case.layout.context * case.layout.tensor  # ranks with the same prompts in a row
+        parts = [expected[rank // inner % batch :: batch] for rank in range(ranks)]
+        worst[case.name] = max(map(compare, results, parts))
     assert max(worst.values()) < 1e-5, worst
+
+
+def train(case: Case, generates: bool):
+    """(loss, gradients, selections of experts) of a step, after a generation or without one."""
+    sharded, parallel, generator = build_generator(case) if generates else (*build(case), None)
+    if generator is not None:
+        generator.generate(PROMPTS, NUMBERS, 2)
+    size = case.layout.local_batch(case.recipe)
+    engine = build_engine(sharded, parallel, CPU, local_batch=size)
+    batch = own_batch(engine, parallel.mesh, 0, *batch_at(0, case.recipe))
+    loss = engine.forward_backward(batch, torch.tensor(100.0))
+    gradients = [local_shard(p.grad) for p in sharded.model.parameters() if p.grad is not None]
+    return loss, gradients, [router.counts for router in find_routers(sharded.model)]
+
+
+def train_twice(cases: list[Case]) -> bool:
+    return all(
+        torch.equal(a, b)
+        for case in cases
+        for one, other in zip(train(case, False), train(case, True), strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_generation_changes_no_bit_of_the_next_training_step():
+    cases = [
+        Case(Layout(shard=2, expert=2, compile="eager"), MIXTRAL),
+        Case(Layout(context=2), QWEN),
+        Case(INTERLEAVED, fit_recipe(LLAMA, INTERLEAVED)),
+    ]
+    assert run_on_ranks(train_twice, 2, cases) == [True, True]
+
+
+def gathered_weights(gathers: bool) -> list[bool]:
+    """Whether the weights are gathered after each forward of a generation, after it, and after a
+    forward of training."""
+    sharded, _, generator = build_generator(Case(Layout(shard=2, reshard="always"), LLAMA), gathers)
+    gathered: list[bool] = []
+
+    def watch(*_) -> None:
+        kinds = {isinstance(parameter, DTensor) for parameter in sharded.model.parameters()}
+        assert len(kinds) == 1
+        gathered.append(kinds == {False})
+
+    hook = sharded.model.register_forward_hook(watch)
+    generator.generate(PROMPTS, NUMBERS, 2)
+    watch()
+    sharded.model(torch.tensor([[1, 2]]))
+    hook.remove()
+    return gathered
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_weights_are_gathered_once_for_a_call_or_for_each_token(gathers):
+    forwards = max(LENGTHS) - min(LENGTHS) + 2
+    expected = [gathers] * forwards + [False, False]
+    assert run_on_ranks(gathered_weights, 2, gathers) == [expected] * 2
+
+
+def run_on_one() -> None:
+    """Of one process, without a reference of another one."""
+    frequent = tuple(range(3, 160))
+    case = Case(Layout(), LLAMA, ends=frequent)
+    sharded, _, generator = build_generator(case)
+    calls: list[tuple] = []
+    sharded.model.register_forward_hook(lambda model, inputs, _: calls.append(inputs))
+    compare(generator.generate(PROMPTS, NUMBERS, NEW), expected := reference(case))
+    assert all(g.ended for g in expected)
+    needed = max(n + len(g.ids) for n, g in zip(LENGTHS, expected, strict=True)) - min(LENGTHS)
+    assert needed <= len(calls) < needed + CHECK_EVERY < max(LENGTHS) - min(LENGTHS) + NEW
+
+    assert generator.generate([], [], NEW) == []
+    with pytest.raises(ConfigError, match="no ids"):
+        generator.generate([[1], []], [0, 1], NEW)
+
+    samples = 5000
+    prompts = [PROMPTS[0]] * samples
+    ids = torch.tensor([g.ids[0] for g in generator.generate(prompts, range(samples), 1)])
+    with torch.no_grad():
+        logits = sharded.model(torch.tensor(PROMPTS[:1]))[0, -1, :VOCABULARY]
+    expected_counts = logits.softmax(-1) * samples
+    counts = torch.bincount(ids, minlength=VOCABULARY)
+    chi_square = ((counts - expected_counts) ** 2 / expected_counts).sum().item()
+    degrees = VOCABULARY - 1
+    assert abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5, chi_square
+
+
+def test_samples_follow_the_softmax_and_stop_when_all_have_ended():
+    run_on_ranks(run_on_one, 1)
