@@ -297,11 +297,11 @@ def _compute_unfolded(
 
 
 def _sample_or_train(
-    output: OutputLayer, as_trained: Callable, x: Tensor, labels: Any = None, depths: int = 0
+    output: OutputLayer, as_trained: Callable, x: Tensor, labels: Any = None, **options: Any
 ) -> Any:
     """With `_NextToken` as labels: (sampled ids [B], their log-probs [B] in fp32)."""
     if not isinstance(labels, _NextToken):
-        return as_trained(output, x, labels, depths)
+        return as_trained(output, x, labels, **options)
     vocabulary, sequences = output.vocabulary, len(labels.keys)
     x, weight = vocabulary.local_tensors(x, output.weight)
     logits = F.linear(x.squeeze(0).unflatten(0, (sequences, -1))[:, -1], weight).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlite.checkpoint.checkpointer import Checkpointer, SaveRequest, SaveResult
 from titanlite.checkpoint.config import CheckpointConfig, check_checkpoint_config, checkpoint_folder
 from titanlite.checkpoint.convert import read_saved_facts, to_hugging_face
-from titanlite.checkpoint.finding import FoundCheckpoint
+from titanlite.checkpoint.finding import FoundCheckpoint, find_initial
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
 from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.checkpoint.saved_model import SavedModel, describe_saved_model, read_saved_model
@@ -24,6 +24,7 @@ __all__ = [
     "check_hashes",
     "checkpoint_folder",
     "describe_saved_model",
+    "find_initial",
     "list_steps",
     "model_and_optimizer_state",
     "read_checkpoint_manifest",

@@ -61,10 +61,19 @@ def find_checkpoint(
             " job.dump_folder.",
         ).mark_on_all_ranks()
     step_folders.remove_unfinished(unfinished)
-    if found or config.initial_load_path is None:
-        for problem in refused if not found else ():  # of sets; a run without start has no event
-            logger.warning("%s", problem)
+    if found:
         return found
+    for problem in refused if config.initial_load_path is None else ():
+        logger.warning("%s", problem)  # of sets; a run without start has no event
+    return find_initial(config, group)
+
+
+def find_initial(
+    config: CheckpointConfig, group: dist.ProcessGroup | None
+) -> FoundCheckpoint | None:
+    """The checkpoint of checkpoint.initial_load_path, if it is set; a collective."""
+    if config.initial_load_path is None:
+        return None
     folder = StorageFolder(config.initial_load_path)
     if config.initial_load_in_hf:
         return FoundCheckpoint(folder, None, [], initial=True)

@@ -19,7 +19,13 @@ from titanlite.data.order import (
 )
 from titanlite.data.sample_source import SourceConfig
 from titanlite.data.shards import Corpus, open_corpus, verify_corpus
-from titanlite.data.stream import DataConfig, SampleStream, check_bos, open_sample_stream
+from titanlite.data.stream import (
+    SAMPLE_FORMATS,
+    DataConfig,
+    SampleStream,
+    check_bos,
+    open_sample_stream,
+)
 from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.data.tokenizer import Tokenizer
@@ -27,6 +33,7 @@ from titanlite.data.validation_set import ValidationSet, open_validation
 
 __all__ = [
     "FORMATS",
+    "SAMPLE_FORMATS",
     "TEXT",
     "BatchDump",
     "Corpus",

@@ -8,7 +8,7 @@ Packed samples share no id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -219,6 +219,12 @@ class SampleStream:
         return [source.name for source in self._sources if source.lacks_end(document_end_id)]
 
 
+SAMPLE_FORMATS: dict[str, Callable[..., StoredSamples | TextSamples]] = {
+    # formats that are not a sequence of stored ids -> opener, with the arguments of this one
+    TEXT: open_text_samples,
+}
+
+
 def open_sample_stream(
     sources: Sequence[SourceConfig],
     *,
@@ -235,8 +241,9 @@ def open_sample_stream(
     files = OpenFiles()
     for config in sources:
         try:
-            if config.format == TEXT:
-                opened.append(open_text_samples(config, seq_len, seed, tokenizer, checks))
+            if config.format in SAMPLE_FORMATS:
+                open_samples = SAMPLE_FORMATS[config.format]
+                opened.append(open_samples(config, seq_len, seed, tokenizer, checks))
                 continue
             source = open_token_source(config.format, config.path, checks, files)
             check_window_length(config, source, "training.seq_len", seq_len)

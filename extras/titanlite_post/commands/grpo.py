@@ -1,0 +1,114 @@
+"""Train on prompts by rewards: torchrun … -m titanlite_post grpo --job.config_file a.toml"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from titanlite.checkpoint import find_initial
+from titanlite.data import SAMPLE_FORMATS
+from titanlite.distributed.time_limit import exit_process
+from titanlite.errors import ConfigError, UserError
+from titanlite.job import JobConfig, RunParts
+from titanlite.job.build import build_model, build_run_engine
+from titanlite.train import main as train
+from titanlite.training.engine import Engine
+from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_step
+from titanlite.training.run import Run
+from titanlite_post.checks import check_prediction_layers, find_problems_of_weights
+from titanlite_post.generation import ShardedGenerator
+from titanlite_post.grpo import GRPOSection, RewardObjective
+from titanlite_post.prompts import PROMPTS, open_prompts
+from titanlite_post.rewards import RewardProcesses
+from titanlite_post.rollout import PromptEncoder, Rollouts, RolloutTools, check_prompts
+
+
+@dataclass(frozen=True)
+class GRPOConfig(JobConfig):
+    """All sections of a TOML of `grpo`."""
+
+    grpo: GRPOSection = field(default_factory=GRPOSection)
+
+    def find_problems(self) -> Iterator[UserError]:
+        yield from find_problems_of_weights(self)
+        if self.attention.mask != "document":
+            yield ConfigError(
+                f'attention.mask = "{self.attention.mask}": the completions of a prompt are'
+                " documents of one sequence, which must not attend to each other.",
+                fix='Set attention.mask = "document".',
+            )
+        if self.elastic.enable:
+            yield ConfigError(
+                "elastic.enable = true: grpo needs equal batches on all ranks.", fix="Remove it."
+            )
+
+
+def main(argv: list[str]) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # libraries rely on it
+    SAMPLE_FORMATS[PROMPTS] = open_prompts
+    exit_process(train(argv, GRPOConfig, train_on_rewards))
+
+
+def train_on_rewards(run: Run, parts: RunParts) -> Run:
+    """The run with batches of completions, and the loss of their rewards."""
+    config, rank = parts.job.config, parts.rank
+    assert isinstance(config, GRPOConfig)
+    section = config.grpo
+    check_prediction_layers(parts.job.sizes)
+    prompts = PromptEncoder(section, parts.stream)
+    check_prompts(section, parts.stream, prompts, rank.rank, rank.world_size)
+    generator = ShardedGenerator(
+        parts.sharded,
+        parts.layout,
+        run.device,
+        seed=config.debug.seed,
+        ends=prompts.ends,
+        vocab_size=prompts.tokenizer.vocab_size,
+        gather_weights=section.gather_weights,
+    )
+    rewards = RewardProcesses(
+        section.reward, section.reward_processes, section.reward_timeout_seconds
+    )
+    reference = build_reference(run, parts) if section.kl_weight else None
+    rollouts = Rollouts(RolloutTools(section, generator, prompts, rewards, reference), run, parts)
+    objective = RewardObjective(
+        section,
+        run.engine,
+        parts.layout.mesh,
+        lambda: rollouts.data,
+        lambda: rollouts.is_logged(run.state.step + 1),
+    )
+    settings = dataclasses.replace(run.step_settings, objective=objective)
+    return dataclasses.replace(
+        run,
+        open_batches=rollouts.batches,
+        step_settings=settings,
+        actions=(*run.actions, log_rollouts(run, rollouts, objective, config.metrics.log_freq)),
+    )
+
+
+def build_reference(run: Run, parts: RunParts) -> Engine:
+    """A second model with the initial weights of the run."""
+    job = parts.job
+    sharded = build_model(job, parts.layout, parts.rank)  # with the weights that debug.seed draws
+    if found := find_initial(job.config.checkpoint, run.checkpointer.group):
+        required = job.properties_to_check(parts.stream)
+        run.checkpointer.load(found, sharded.model, (), required)
+    return build_run_engine(dataclasses.replace(parts, sharded=sharded))
+
+
+def log_rollouts(
+    run: Run, rollouts: Rollouts, objective: RewardObjective, freq: int
+) -> PeriodicAction:
+    """Write the event `rollout` with each step line."""
+
+    def write(info: StepInfo) -> None:
+        assert objective.means is not None
+        _, kl, clipped, gap = objective.means.tolist()
+        measured = {"kl": kl, "clipped": clipped, "sampler_gap": gap}
+        run.sinks.event(info.step, "rollout", **rollouts.statistics, **measured)
+
+    return PeriodicAction("log", every_logged_step(freq), write, needs_accepted=True)
