@@ -5,15 +5,15 @@ token by itself; attention, and the convolution and delta rule of linear attenti
 sequence parallel shards the tokens of all sequences, though a step has one token of each.
 Context-parallel ranks have whole sequences, as data-parallel ranks do.
 
-The cached length of all sequences of all ranks is the same. The first forward computes the tokens
-that every prompt has; then a longer prompt's next token comes from the prompt, not from the model.
-Pipeline stages compute one after the other: no two of them at the same time.
+The cached length is the same for all sequences of all ranks. The first forward computes as many
+tokens as the shortest prompt has; a longer prompt's next token comes from the prompt, one a step.
+Pipeline stages compute one after the other, never at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,6 +42,7 @@ from titanlite.training.spmd_engine import reshard
 from titanlite_lab.generate import check_length
 
 CHECK_EVERY = 8  # tokens between two questions whether all sequences of all ranks have ended
+Prompts = Sequence[Sequence[int]]  # token ids
 NO_PROMPT = 2**31  # what a rank without prompts has as the length of its shortest
 
 
@@ -55,10 +56,10 @@ class Generation:
 
 
 class ShardedGenerator:
-    """Samples from the softmax of a parallelized model, without changing it.
+    """Samples from the softmax of a parallelized model, which trains on as before.
 
-    Build it before the first step: compiled blocks are compiled again after it. Generation itself
-    runs without compiled code, since the length of the cache changes with each token.
+    Build it before the first step, or compiled blocks are compiled again. Generation itself runs
+    without compiled code: the length of the cache changes with each token.
 
     `seed`, the number of a completion and the index of a token decide the noise that samples this
     token, so all layouts sample the same ids but for rounding. `ends`: ids that end a completion.
@@ -79,10 +80,10 @@ class ShardedGenerator:
         gather_weights: bool = True,
     ):
         self._sharded, self._device, self._gather_weights = sharded, device, gather_weights
-        self._mesh, self._rank_of = layout.mesh, layout.plan.rank_of
+        self._stages, self._mesh = sharded.stage_modules, layout.mesh
+        self._rank_of = layout.plan.rank_of
         self._seed, self._ends, self._vocab_size = seed, frozenset(ends), vocab_size
         self._end_ids = torch.tensor(sorted(self._ends), dtype=torch.int64, device=device)
-        self._stages = sharded.stage_modules
         for module in (m for stage in self._stages.values() for m in stage.modules()):
             for kind, dim in TOKEN_DIMS.items():
                 if isinstance(module, kind):
@@ -93,7 +94,7 @@ class ShardedGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], max_new_tokens: int
+        self, prompts: Prompts, numbers: Sequence[int], max_new_tokens: int
     ) -> list[Generation]:
         """The completions of this data-parallel rank's prompts, of at most `max_new_tokens` ids.
 
@@ -110,13 +111,13 @@ class ShardedGenerator:
         self._sharded.update_float8_scales()
         for copy in self._sharded.tied_copies:
             copy.update()
-        gathered = _keep_gathered(stages) if self._gather_weights else nullcontext()
-        with gathered, torch.compiler.set_stance("force_eager"):
+        kept = stages if self._gather_weights else []
+        with _keep_gathered(kept), torch.compiler.set_stance("force_eager"):
             self._decode(batch, shortest, max_new_tokens)
         reshard(stages)
         return self._collect(batch, [len(prompt) for prompt in prompts], max_new_tokens)
 
-    def _agree_on_lengths(self, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    def _agree_on_lengths(self, prompts: Prompts) -> tuple[int, int]:
         """Lengths of the shortest and the longest prompt of all ranks; 0 if there is none."""
         lengths = [len(prompt) for prompt in prompts]
         extremes = [-min(lengths, default=NO_PROMPT), max(lengths, default=0)]
@@ -130,16 +131,10 @@ class ShardedGenerator:
         return all_reduce_max(self._mesh.loss, values).tolist()
 
     def _place(
-        self,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        shortest: int,
-        capacity: int,
+        self, prompts: Prompts, numbers: Sequence[int], shortest: int, capacity: int
     ) -> _SequenceBatch:
-        """This rank's part of the prompts: context-parallel ranks divide them.
-
-        Filled up with sequences that nobody reads, to a multiple of the tensor-parallel ranks.
-        """
+        """This rank's part of the prompts, which context-parallel ranks divide, and unused
+        sequences: their number is a multiple of the tensor-parallel ranks."""
         cp, tp = self._mesh.cp, self._mesh.tp
         rows = max(1, -(-len(prompts) // (cp.size() * tp.size()))) * tp.size()
         first = rows * cp.get_local_rank()
@@ -167,9 +162,8 @@ class ShardedGenerator:
         start = 0
         for end in range(shortest, capacity):
             index = end - batch.lengths  # of the new ids in their completions
-            keys = mix_int64(mix_int64(batch.numbers) + self._seed)
-            keys = mix_int64(keys + index * GOLDEN) & (2**63 - 1)
-            sampling = _NextToken(keys, self._vocab_size)
+            keys = mix_int64(mix_int64(mix_int64(batch.numbers) + self._seed) + index * GOLDEN)
+            sampling = _NextToken(keys & (2**63 - 1), self._vocab_size)
             sampled, log_probs = self._forward(batch.ids[:, start:end], start, caches, sampling)
             is_new = index >= 0
             batch.ids[:, end] = torch.where(is_new, sampled, batch.ids[:, end])
@@ -188,7 +182,6 @@ class ShardedGenerator:
         pp, rank_of, last = self._mesh.pp, self._rank_of, len(self._rank_of) - 1
         own = pp.get_local_rank()
         positions = torch.arange(start, start + tokens.shape[1], device=self._device)
-        positions = positions.repeat(len(tokens))
         shape = (1, tokens.numel() // self._mesh.tp.size(), self._sharded.dim)
         x: Any = tokens.reshape(1, -1)
         for stage, module in sorted(self._stages.items()):
@@ -196,7 +189,7 @@ class ShardedGenerator:
                 x = torch.empty(shape, dtype=self._sharded.compute_dtype, device=self._device)
                 receive_tensor(pp, x, before)
             options = {"labels": sampling} if stage == last else {}
-            x = module(x, positions, caches, documents=ONE_DOCUMENT, **options)
+            x = module(x, positions.repeat(len(tokens)), caches, documents=ONE_DOCUMENT, **options)
             if stage < last and (after := rank_of[stage + 1]) != own:
                 send_tensor(pp, x.contiguous(), after)
         if pp.size() == 1:
@@ -210,21 +203,16 @@ class ShardedGenerator:
     def _collect(
         self, batch: _SequenceBatch, lengths: list[int], max_new_tokens: int
     ) -> list[Generation]:
-        ids, log_probs = batch.ids, batch.log_probs
-        if self._mesh.cp.size() > 1:
-            group = self._mesh.cp.get_group()
-            ids, log_probs = (all_gather_tensor(group, x).flatten(0, 1) for x in (ids, log_probs))
-        rows = zip(lengths, ids.tolist(), log_probs.tolist(), strict=False)  # the rest is unused
-        return [
-            self._cut(row[length:][:max_new_tokens], values[length:])
-            for length, row, values in rows
-        ]
-
-    def _cut(self, ids: list[int], log_probs: list[float]) -> Generation:
-        """The completion up to its first end id."""
-        ended = next((index for index, id in enumerate(ids) if id in self._ends), None)
-        length = len(ids) if ended is None else ended + 1
-        return Generation(ids[:length], log_probs[:length], ended is not None)
+        group, tensors = self._mesh.cp.get_group(), (batch.ids, batch.log_probs)
+        ids, log_probs = (all_gather_tensor(group, x).flatten(0, 1) for x in tensors)
+        completions = []
+        # what context and tensor parallel add to the rows comes after those of the prompts
+        for length, row, values in zip(lengths, ids.tolist(), log_probs.tolist(), strict=False):
+            new = row[length:][:max_new_tokens]
+            end = next((index + 1 for index, id in enumerate(new) if id in self._ends), None)
+            new = new[:end]
+            completions.append(Generation(new, values[length:][: len(new)], end is not None))
+        return completions
 
 
 @dataclass(frozen=True)
