@@ -98,9 +98,9 @@ class ShardedGenerator:
     ) -> list[Generation]:
         """The completions of this data-parallel rank's prompts, of at most `max_new_tokens` ids.
 
-        A collective of all ranks, of which some may have no prompts. The ranks of one data-parallel
-        rank pass the same prompts, and all return all of their completions. `numbers` identify
-        each completion in the run. Raises ConfigError on all ranks.
+        A collective of all ranks, with one `max_new_tokens`; some may have no prompts. Ranks of the
+        same data-parallel rank pass the same prompts, and all return all completions of them.
+        `numbers` identify each completion in the run. Raises ConfigError on all ranks.
         """
         shortest, longest = self._agree_on_lengths(prompts)
         if not longest:
