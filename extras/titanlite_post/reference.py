@@ -23,6 +23,7 @@ from titanlite.data import SampleStream
 from titanlite.distributed.collectives import (
     all_gather_tensor,
     gather_from_all_ranks,
+    run_on_all_ranks,
     run_on_rank_0,
 )
 from titanlite.distributed.mesh import Mesh
@@ -156,7 +157,7 @@ def obtain_reference(
     """
     stream = all_pairs.stream
     if step:
-        return run_on_rank_0(lambda: read_reference(own_file, stream))
+        return run_on_all_ranks(lambda: read_reference(own_file, stream))
     made_of = {"weights": hash_weights(model, all_pairs.device), "data": _describe_data(stream)}
 
     def find() -> Reference | None:
@@ -164,7 +165,6 @@ def obtain_reference(
             if path.exists():
                 reference = read_reference(path, stream)
                 if reference.made_of == made_of:
-                    reference.write(own_file)
                     return reference
                 if path == given:
                     raise ConfigError(
@@ -174,14 +174,14 @@ def obtain_reference(
                     )
         return None
 
-    reference = run_on_rank_0(find)
-    if reference is None:
+    found = run_on_all_ranks(find)
+    if found is None:
         logger.info("measuring the log-probabilities of the reference for all pairs, once")
-        reference = measured = Reference(dict(all_pairs.measure()), made_of)
+    reference = found or Reference(dict(all_pairs.measure()), made_of)
 
-        def store() -> None:
-            for path in filter(None, (own_file, given)):
-                measured.write(path)
+    def store() -> None:
+        for path in filter(None, (own_file, given)):
+            reference.write(path)
 
-        run_on_rank_0(store)
+    run_on_rank_0(store)
     return reference

@@ -286,8 +286,8 @@ class Rollouts:
 
     def _write(self, step: int, groups: dict[int, Completions]) -> None:
         """Write the completions of all ranks."""
-        gathered = gather_from_all_ranks(groups)
-        merged = {position: group for part in gathered for position, group in part.items()}
+        gathered = gather_from_all_ranks([[position, *group] for position, group in groups.items()])
+        merged = {position: Completions(*group) for part in gathered for position, *group in part}
         decode = self._tools.prompts.tokenizer.decode
 
         def write() -> None:
@@ -318,4 +318,4 @@ class Rollouts:
                     fix="Restore the file, or load an earlier checkpoint (checkpoint.load_step).",
                 ) from None
 
-        return run_on_rank_0(read)
+        return run_on_all_ranks(read)
