@@ -85,7 +85,7 @@ def _mark_answers(messages: list[Message], render: Callable[..., str], tokens: r
             continue
         prompts, before = _split_at_anchors(_render_prompt(anchored[: index + 1], render))
         ends, until = _split_at_anchors(render(anchored[: index + 1]))
-        place = owners.index(index) if owners.count(index) == 1 else -1
+        place = _place_of(index, owners, message)
         names = [[t for t in tokens.findall(text[-1]) if len(t) > 1] for text in (ends, prompts)]
         tail, heads = names[0][-2:], names[1]
         # a template that ends every conversation with a generation prompt, asked for or not
@@ -126,6 +126,18 @@ def _anchor(message: Message, index: int) -> Message:
         named = {**function, "name": f"{function.get('name')}{mark}"}
         last = {**last, "function": named} if "function" in last else named
     return {**message, calls: [*others, last]}
+
+
+def _place_of(index: int, owners: list[int], message: Message) -> int:
+    """Where the anchor of an answer is among all anchors; -1 if that is not certain.
+
+    A template may write the name of a call a second time, in the result that follows it.
+    """
+    places = [place for place, owner in enumerate(owners) if owner == index]
+    in_name = not message.get("content") and places == [
+        *range(min(places, default=0), max(places, default=-1) + 1)
+    ]
+    return places[0] if len(places) == 1 or (places and in_name) else -1
 
 
 def _split_at_anchors(text: str) -> tuple[list[str], list[int]]:
