@@ -22,6 +22,7 @@ from titanlite.data.text_files import SUFFIXES, FileRange, find_files
 from titanlite.data.tokenizer import well_formed
 from titanlite.errors import DataError
 from titanlite.settings import Positive
+from titanlite_corpus.chat.lines import CHAT_KEYS, PAIR_KEYS
 from titanlite_corpus.counts import (
     SAMPLES,
     choose_samples,
@@ -41,8 +42,6 @@ from titanlite_corpus.web_pages import WEB_SUFFIXES, read_web_pages, require_web
 
 # Bytes of text per byte of a file, about; if a file has more, its task writes more tables
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
-TOOLS_FIELD = "tools"  # key of a line of a chat source that lists what the assistant may call
-MESSAGES_FIELD = "messages"  # key of each line of a chat source
 _MAX_SUFFIXES = 50  # of files that are not read, in the report
 _ROW_BYTES = 128  # in memory of a document, besides its origin and text
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
@@ -55,10 +54,13 @@ class CorpusSource:
     name: str  # its folder in `out`
     inputs: list[str]  # files, folders, patterns, URLs, or "datasets://NAME?split=train"
     text_field: str = "text"  # key of each line of a .jsonl; column of a .parquet or a dataset
-    kind: Literal["text", "chat"] = "text"
-    # "chat": lines {"messages": [{"role": …, "content": …}, …]} in a .jsonl, for fine-tuning
+    kind: Literal["text", "chat", "pairs"] = "text"
+    # "chat": conversations, for fine-tuning; "pairs": a chosen and a rejected answer, for DPO. Both
+    # are lines of a .jsonl (docs/how-to/fine-tune.md)
     template: str = "llama3"
     # chat template: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
+    answers: Literal["all", "last"] = "all"
+    # of a conversation that are trained on; of pairs, it is always the last one
 
 
 @dataclass(frozen=True)
@@ -87,17 +89,15 @@ def plan_reading(
                 "on_error": config.on_error,
                 "table_bytes": TABLE_BYTES,
             },
-            version=2,
+            version=3,
         )
         for group in _group_ranges(_list_ranges(source, config, unread))
     ]
 
 
 def _text_rules(source: CorpusSource, config: ReadConfig) -> TextRules:
-    is_chat = source.kind == "chat"
-    field = MESSAGES_FIELD if is_chat else source.text_field
-    more = (TOOLS_FIELD,) if is_chat else ()
-    return TextRules(field, config.document_mib << 20, as_json=is_chat, optional_fields=more)
+    keys = {"text": (), "chat": CHAT_KEYS, "pairs": PAIR_KEYS}[source.kind]
+    return TextRules((*keys, source.text_field)[0], config.document_mib << 20, json_fields=keys)
 
 
 def count_unread(files: Iterable[Path]) -> Counts:
@@ -120,11 +120,11 @@ def _list_ranges(
     """All ranges of a source, in the order of its inputs."""
     files = [given for given in source.inputs if not given.startswith(DATASETS_SCHEME)]
     found = find_files(files, (*SUFFIXES, *WEB_SUFFIXES), unread)
-    for given in (*map(str, found), *given_datasets(source)) if source.kind == "chat" else ():
+    for given in (*map(str, found), *given_datasets(source)) if source.kind != "text" else ():
         if not given.endswith(_CHAT_SUFFIXES):
             raise DataError(
-                f'sources: "{source.name}": {given}: chats are read from .jsonl files.',
-                fix='Convert it: a line is {"messages": [{"role": …, "content": …}, …]}.',
+                f'sources: "{source.name}": {given}: chats and pairs are read from .jsonl files.',
+                fix="Convert it; docs/how-to/fine-tune.md shows the lines that are read.",
             )
     if any(str(file).endswith(WEB_SUFFIXES) for file in found):
         require_web_extra(source.name)

@@ -96,8 +96,8 @@ def _check_filtered_sources(config: FilterConfig, known: set[str]) -> list[Confi
 def _check_chats(file: RecipeFile, sources: Sequence[CorpusSource]) -> list[ConfigError]:
     """What sources of conversations need, and exclude."""
     problems: list[ConfigError] = []
-    for source in (s for s in sources if s.kind == "chat"):
-        label = f'sources: "{source.name}" has kind = "chat"'
+    for source in (s for s in sources if s.kind != "text"):
+        label = f'sources: "{source.name}" has kind = "{source.kind}"'
         if file.recipe.pack.mode != "best_fit":
             problems.append(
                 ConfigError(

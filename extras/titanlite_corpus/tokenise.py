@@ -15,6 +15,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
 from titanlite_corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite_corpus.counts import merge_counts
 from titanlite_corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
 from titanlite_corpus.engine import report_progress
 from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
@@ -28,7 +29,9 @@ class TokeniseSettings:
 
     validation_share: float
     bos: bool  # begin each document with BOS; without effect on chats
-    template: ChatTemplate | None = None  # the documents are chats
+    template: ChatTemplate | None = None  # the documents are chats, or pairs
+    last_only: bool = False  # of the answers of a chat, only the last one is trained on
+    pair_window: int = 0  # ids of the window that a pair must fit in; 0: no pairs
 
 
 def plan_tokenising(
@@ -45,7 +48,9 @@ def plan_tokenising(
     else:
         arguments["template"] = settings.template.name
         arguments["template_fingerprint"] = settings.template.fingerprint
-    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 3) for task in tables]
+        arguments["last_only"] = settings.last_only
+        arguments["pair_window"] = settings.pair_window
+    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 4) for task in tables]
 
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
@@ -55,13 +60,15 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     sides: dict[str, dict[str, int]] = {}
     source = ""  # the same in all tables of a task
     counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
+    left_out: list[Counts] = []
     for chunk, table in enumerate(read_tables(inputs[0])):
         source = table[SOURCE][0].as_py()
         counts["documents_in"] += table.num_rows
         counts["bytes_in"] += text_bytes(table)
         documents = zip(table[TEXT].to_pylist(), table[ORIGIN].to_pylist(), strict=True)
         for side, part in _divide(documents, arguments["validation_share"]).items():
-            ids, lengths = encode(part)
+            ids, lengths, part_left_out = encode(part)
+            left_out.append(part_left_out)
             write_chunk(out, side, chunk, ids, lengths, id_range)
             entry = sides.setdefault(side, {"documents": 0, "tokens": 0})
             entry["documents"] += len(lengths)
@@ -69,11 +76,12 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     counts["documents_out"] = sum(entry["documents"] for entry in sides.values())
     counts["tokens_out"] = sum(entry["tokens"] for entry in sides.values())
     tokenised = {"bytes": counts["bytes_in"], "tokens": counts["tokens_out"]}
-    return {**counts, "sides": sides, "tokenised": {source: tokenised} if source else {}}
+    by_source = {"sides": sides, "tokenised": {source: tokenised} if source else {}}
+    return {**counts, **merge_counts(left_out), **by_source}
 
 
-# (text, origin) of some documents -> (ids of all of them, length of each)
-_Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray]]
+# (text, origin) of some documents -> (ids of all of them, length of each, counts of others)
+_Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray, Counts]]
 
 
 def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]:
@@ -81,12 +89,16 @@ def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]
     if (name := arguments.get("template")) is None:
         begin = [tokenizer.bos_id] if arguments["bos"] else []
         return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size
-    encoder = _open_chat_encoder(tokenizer, name, arguments["template_fingerprint"])
-    return partial(encode_chats, encoder), ENTRY_RANGE
+    fingerprint, window = arguments["template_fingerprint"], arguments["pair_window"]
+    encoder = _open_chat_encoder(tokenizer, name, fingerprint, arguments["last_only"])
+    encode = encoder.encode_pair if window else encoder.encode
+    return partial(encode_chats, encode, window=window), ENTRY_RANGE
 
 
 @lru_cache(maxsize=1)
-def _open_chat_encoder(tokenizer: Tokenizer, name: str, fingerprint: str) -> ChatEncoder:
+def _open_chat_encoder(
+    tokenizer: Tokenizer, name: str, fingerprint: str, last_only: bool
+) -> ChatEncoder:
     """The encoder of a worker, for all its tasks; raises DataError if its file has changed."""
     template = open_chat_template(name, tokenizer)
     if template.fingerprint != fingerprint:
@@ -94,7 +106,7 @@ def _open_chat_encoder(tokenizer: Tokenizer, name: str, fingerprint: str) -> Cha
             f'template "{name}": its file has changed since the command began.',
             fix="Run the same command again.",
         )
-    return ChatEncoder(tokenizer, template)
+    return ChatEncoder(tokenizer, template, last_only)
 
 
 @lru_cache(maxsize=1)
@@ -122,8 +134,8 @@ def _divide(
 
 def _encode_texts(
     tokenizer: Tokenizer, begin: list[int], documents: Sequence[tuple[str, str]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of all documents, each with `begin` and EOS; length of each document)."""
+) -> tuple[np.ndarray, np.ndarray, Counts]:
+    """(ids of all documents, each with `begin` and EOS; length of each document; no counts)."""
     first, last = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
     parts: list[np.ndarray] = []
     for number, (text, origin) in enumerate(documents):
@@ -134,4 +146,4 @@ def _encode_texts(
         if number % 256 == 0:
             report_progress()
     lengths = np.fromiter(map(len, parts), np.int64, len(parts)).reshape(-1, 3).sum(1)
-    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), lengths
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe"), lengths, {}

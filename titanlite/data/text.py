@@ -64,9 +64,8 @@ class TextRules:
 
     text_field: str = TEXT_FIELD
     max_bytes: int = MAX_DOCUMENT_BYTES
-    as_json: bool = False  # the field is a list, and the text of the document its JSON
-    optional_fields: tuple[str, ...] = ()
-    # with `as_json`: where one of these is not empty, the text is an object, with it and the list
+    json_fields: tuple[str, ...] = ()
+    # if not empty: a document is an object as JSON, with those of these keys that its line has
 
 
 def list_file_ranges(
@@ -232,7 +231,7 @@ class _LineReader:
 
     def _parse(self, line: bytes) -> str | None:
         """The text of a line; None after a problem that was not raised."""
-        field = self._rules.text_field
+        field, keys = self._rules.text_field, self._rules.json_fields
         try:
             document = parse_json(line.decode())
         except UnicodeDecodeError as error:
@@ -244,15 +243,12 @@ class _LineReader:
         except ValueError as error:
             reason = str(error)
         else:
-            value = document.get(field) if isinstance(document, dict) else None
-            if isinstance(value, list) and self._rules.as_json:
-                names = (key for key in self._rules.optional_fields if document.get(key))
-                more = {key: document[key] for key in names}
-                return json.dumps({field: value, **more} if more else value)
-            if isinstance(value, str) and not self._rules.as_json:
+            document = document if isinstance(document, dict) else {}
+            if found := {key: document[key] for key in keys if key in document}:
+                return json.dumps(found)
+            if isinstance(value := document.get(field), str) and not keys:
                 return value
-            kind = "list" if self._rules.as_json else "string"
-            reason = f'has no "{field}" that is a {kind}'
+            reason = f'has no "{field}"' + ("" if keys else " that is a string")
         shown = line[:60].decode(errors="replace").strip()
         problem = DataError(
             f"{self._location()}: {reason}: {shown}",

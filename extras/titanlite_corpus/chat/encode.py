@@ -1,18 +1,19 @@
-"""Conversations -> entries of a packed corpus: ids, marked UNTRAINED outside of the answers."""
+"""Conversations and pairs -> entries of a packed corpus: UNTRAINED outside of the answers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
-from titanlite.data.packed import ID_MASK, UNTRAINED
+from titanlite.data.packed import BEGINS, ID_MASK, UNTRAINED
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json
+from titanlite_corpus.chat.lines import LeftOutError, read_conversation, read_pair
 from titanlite_corpus.chat.render import TemplateProblem
 from titanlite_corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
 from titanlite_corpus.chat.tokenizer_variants import (
@@ -20,72 +21,83 @@ from titanlite_corpus.chat.tokenizer_variants import (
     find_strips,
     with_control_tokens,
 )
+from titanlite_corpus.counts import choose_samples, shorten_sample
 from titanlite_corpus.engine import report_progress
+from titanlite_corpus.task import Counts
 
 ENTRY_RANGE = 1 << 31  # entries are below it
 # What the tokenizers library strips: Unicode's White_Space, without Python's \x1c to \x1f
 _WHITE_SPACE = "".join(
     c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f"
 )
-_MESSAGES_FORMAT = '{"messages": [{"role": "user", "content": "…"}, …]}'
 
 
 class ChatEncoder:
-    """Encodes conversations with a template."""
+    """Encodes conversations, and pairs of answers, with a template."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, last_only: bool = False):
+        """`last_only`: of the answers of a conversation, only the last one is trained on."""
         self._tokenizer = with_control_tokens(tokenizer, template.special_tokens)
         self._after_token = continuing(self._tokenizer, after_text=False)
         self._after_text = continuing(self._tokenizer, after_text=True)
         self._strips = find_strips(self._tokenizer)
-        self._template = template
+        self._template, self._last_only = template, last_only
 
     def encode(self, text: str, origin: str) -> np.ndarray:
-        """Entries (int32) of a conversation, given as JSON.
+        """Entries (int32) of a conversation: a line as JSON, or the list of its messages.
 
-        `text` is the list of its messages, or an object of `messages` and `tools`. Empty if it has
-        no answer. Raises DataError with `origin` if it is not a conversation.
+        Raises DataError with `origin` if it is none, and LeftOutError as `read_conversation` does.
         """
-        try:
-            conversation = parse_json(text)
-            if not isinstance(conversation, dict):
-                conversation = {"messages": conversation}
-            messages = _check_messages(conversation.get("messages"))
-            tools = _check_tools(conversation.get("tools", []))
-            if not any(message["role"] == ASSISTANT for message in messages):
-                return np.empty(0, np.int32)
-            entries = list(self._encode_segments(self._template.render(messages, tools)))
-        except TemplateProblem as error:
-            raise DataError(
-                f'{origin}: the chat template "{self._template.name}" cannot be used: {error}.',
-                fix='Mark the answers in the template with {% generation %}, or use "chatml" or'
-                ' "llama3" if the model has that format.',
-            ) from None
-        except ValueError as error:
-            raise DataError(
-                f'{origin}: is not a conversation for the template "{self._template.name}":'
-                f" {error}.",
-                fix=f"Fix or remove it; a line is {_MESSAGES_FORMAT}.",
-            ) from None
-        except DataError as error:  # of the tokenizer
-            raise DataError(f"{origin}: {error.message}", error.fix) from None
-        return np.concatenate([np.empty(0, np.int32), *entries])
+        with self._name_errors(origin, "a conversation"):
+            line = parse_json(text)
+            line = line if isinstance(line, dict) else {"messages": line}
+            return self._encode(*read_conversation(line, self._last_only), self._last_only)
+
+    def encode_pair(self, text: str, origin: str) -> np.ndarray:
+        """Entries (int32) of both conversations of a pair, with only their last answers as labels.
+
+        The first id of the rejected one is marked BEGINS. Raises as `encode` does, for `read_pair`.
+        """
+        with self._name_errors(origin, "a pair of answers"):
+            *sides, tools = read_pair(parse_json(text))
+            chosen, rejected = (self._encode(side, tools, last_only=True) for side in sides)
+            if np.array_equal(chosen, rejected):
+                raise LeftOutError("equal_answers")
+            rejected[0] |= BEGINS | UNTRAINED
+            return np.concatenate([chosen, rejected])
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[list[int], set[int]]:
         """(ids before the next answer of a conversation, the id that ends an answer, if any).
 
         These are the ids that training had there. Raises DataError as `encode` does.
         """
-        chat = [*messages, {"role": ASSISTANT, "content": "x"}]
-        entries = self.encode(json.dumps(chat), "the conversation")
+        with self._name_errors("the conversation", "one"):
+            chat = [*messages, {"role": ASSISTANT, "content": "x"}]
+            entries = self._encode(chat, (), last_only=True)
         ids, trained = entries & ID_MASK, entries & UNTRAINED == 0
-        if trained.all() or not trained.any():
-            raise DataError(f'the chat template "{self._template.name}" marks no answer.')
-        last = int(np.flatnonzero(trained)[-1])
-        begin = int(np.flatnonzero(~trained[:last])[-1]) + 1
+        begin = int(trained.argmax())
         special = set(self._tokenizer.special_tokens.values())
-        ends = [id for id in ids[begin : last + 1].tolist() if id in special]
+        ends = [id for id in ids[trained].tolist() if id in special]
         return ids[:begin].tolist(), set(ends[-1:])
+
+    @contextmanager
+    def _name_errors(self, origin: str, kind: str) -> Iterator[None]:
+        """Raise a DataError that names `origin` for what is not `kind`."""
+        try:
+            yield
+        except TemplateProblem as error:
+            raise DataError(
+                f'{origin}: the chat template "{self._template.name}" cannot be used: {error}.',
+                fix="Mark the answers in a copy of the template with {% generation %}, or use"
+                ' "chatml" or "llama3" if the model has that format.',
+            ) from None
+        except ValueError as error:
+            raise DataError(
+                f'{origin}: is not {kind} for the template "{self._template.name}": {error}.',
+                fix="Fix or remove it; docs/how-to/fine-tune.md shows the lines that are read.",
+            ) from None
+        except DataError as error:  # of the tokenizer
+            raise DataError(f"{origin}: {error.message}", error.fix) from None
 
     @property
     def begins_with_bos(self) -> bool:
@@ -94,9 +106,19 @@ class ChatEncoder:
         first = int(self.encode(json.dumps(messages), "a test")[0] & ID_MASK)
         return self._tokenizer.has_bos and first == self._tokenizer.bos_id
 
-    def _encode_segments(self, segments: Iterator[Segment]) -> Iterator[np.ndarray]:
+    def _encode(self, messages: Sequence[Message], tools: Tools, last_only: bool) -> np.ndarray:
+        """Entries of a conversation; raises ValueError if the template cannot render it."""
+        segments = list(self._template.render(messages, tools))
+        if last_only:
+            segments = _train_last(segments)
+        entries = np.concatenate([np.empty(0, np.int32), *self._encode_segments(segments)])
+        if not (entries[1:] & UNTRAINED == 0).any():
+            raise TemplateProblem("it marks no answer of this conversation")
+        return entries
+
+    def _encode_segments(self, segments: list[Segment]) -> Iterator[np.ndarray]:
         """Adjacent texts are encoded as one, except at the beginning and the end of an answer."""
-        stripped = _strip_around(list(segments), self._strips)
+        stripped = _strip_around(segments, self._strips)
         present, tokenizer = [segment for segment in stripped if segment.text], self._tokenizer
         for (special, trained), group in groupby(present, lambda s: (s.special, s.trained)):
             mark = 0 if trained else int(UNTRAINED)
@@ -107,6 +129,14 @@ class ChatEncoder:
                 ids = tokenizer.encode("".join(texts))
             tokenizer = self._after_token if special else self._after_text
             yield np.array(ids, dtype=np.int32) | np.int32(mark)
+
+
+def _train_last(segments: list[Segment]) -> list[Segment]:
+    """The segments of which only the last answer, a run of trained ones, is trained."""
+    trained = [segment.trained for segment in segments]
+    end = max((n + 1 for n, is_trained in enumerate(trained) if is_trained), default=0)
+    begin = max((n + 1 for n in range(end) if not trained[n]), default=0)
+    return [s._replace(trained=begin <= n < end) for n, s in enumerate(segments)]
 
 
 def _strip_around(
@@ -127,36 +157,36 @@ def _strip_around(
 
 
 def encode_chats(
-    encoder: ChatEncoder, documents: Sequence[tuple[str, str]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(entries of all conversations that have an answer, length of each), from (text, origin)."""
+    encode: Callable[[str, str], np.ndarray], documents: Sequence[tuple[str, str]], window: int = 0
+) -> tuple[np.ndarray, np.ndarray, Counts]:
+    """(entries of all documents, length of each, counts of those left out), from (text, origin).
+
+    `encode`: a method of an encoder. Longer documents than `window`, if given, are left out too.
+    """
     parts: list[np.ndarray] = []
-    for number, (text, origin) in enumerate(documents):
-        entries = encoder.encode(text, origin)
-        if len(entries):
+    left_out: dict[str, list[tuple[str, str]]] = {}
+    for number, document in enumerate(documents):
+        try:
+            entries = encode(*document)
+            if window and len(entries) > window:
+                raise LeftOutError("longer_than_window")
             parts.append(entries)
+        except LeftOutError as reason:
+            left_out.setdefault(f"tokenise.{reason}", []).append(document)
         if number % 256 == 0:
             report_progress()
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-    return np.concatenate([np.empty(0, np.int32), *parts]), lengths
+    return np.concatenate([np.empty(0, np.int32), *parts]), lengths, _count_left_out(left_out)
 
 
-def _check_messages(messages: Any) -> Sequence[Message]:
-    """Messages with roles and text; raises ValueError."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("it has no list of messages")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number} is not an object")
-        for key in ("role", "content"):
-            only_calls = key == "content" and message.get(key) is None and message.get("tool_calls")
-            if not isinstance(message.get(key), str) and not only_calls:
-                raise ValueError(f'message {number} has no "{key}" that is a string')
-    return messages
-
-
-def _check_tools(tools: Any) -> Tools:
-    """A list of objects; raises ValueError."""
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError('its "tools" are not a list of objects')
-    return tools
+def _count_left_out(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> Counts:
+    """`removed` and `samples` of the documents (text, origin) that a rule left out."""
+    counts: Counts = {"removed": {}, "samples": {}}
+    for rule, documents in left_out.items():
+        size = sum(len(text.encode()) for text, _ in documents)
+        counts["removed"][rule] = {"documents": len(documents), "bytes": size}
+        chosen = choose_samples(rule, [origin for _, origin in documents])
+        counts["samples"][rule] = [
+            {"origin": documents[n][1], "text": shorten_sample(documents[n][0])} for n in chosen
+        ]
+    return counts

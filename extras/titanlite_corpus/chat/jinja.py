@@ -24,13 +24,14 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 from titanlite_corpus.chat import render
 from titanlite_corpus.chat.render import ANCHOR, ANSWER, ANSWER_END, BREAK, TemplateProblem
-from titanlite_corpus.chat.template import REASONING, Message, Segment, Tools
+from titanlite_corpus.chat.template import REASONING, ROLES, Message, Segment, Tools
 from titanlite_corpus.hashing import hash_json
 
 _MAX_BYTES = 4 << 20
-_VERSION = 3  # increase it when the same template gives other text or labels
+_VERSION = 4  # increase it when the same template gives other text or labels
 RENDERER = [sys.executable, "-W", "ignore", render.__file__]
 _CPU_SECONDS = 10.0  # to compile a template and render one conversation
+_ROLES = (*ROLES, "tool", "developer", "function")  # others must be in the text of the template
 _MARKS = str.maketrans(dict.fromkeys((ANSWER, ANSWER_END, BREAK, ANCHOR), "\ufffd"))
 
 
@@ -111,6 +112,9 @@ class JinjaTemplate:
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if the template refuses it."""
+        for role in {message["role"] for message in messages}.difference(_ROLES):
+            if not any(f"{quote}{role}{quote}" in self._request["source"] for quote in "'\""):
+                raise ValueError(f"its template names no role {role!r:.40}")
         messages = self._protect([_complete(message) for message in messages])
         conversation = {"messages": messages, "tools": self._protect(list(tools))}
         trained = False

@@ -14,6 +14,7 @@ from titanlite.data.text import list_file_ranges, read_located_documents
 from titanlite.errors import DataError
 from titanlite_corpus.chat import jinja
 from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.lines import LeftOutError
 from titanlite_corpus.chat.template import REASONING, open_chat_template
 from titanlite_corpus.read import CorpusSource, ReadConfig, _text_rules
 from titanlite_corpus.tests.chats import (
@@ -55,14 +56,14 @@ def unmarked(tmp_path_factory):
     return folder
 
 
-def open_encoder(folder, template: str) -> ChatEncoder:
+def open_encoder(folder, template: str, last_only: bool = False) -> ChatEncoder:
     """An encoder with a built-in template, or with the text of one in Jinja."""
     if "{" in template:
         path = folder / f"{abs(hash(template))}.jinja"
         path.write_text(template)
         template = str(path)
     tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
-    return ChatEncoder(tokenizer, open_chat_template(template, tokenizer))
+    return ChatEncoder(tokenizer, open_chat_template(template, tokenizer), last_only)
 
 
 def ids_and_answers(encoder: ChatEncoder, chat) -> tuple[list[int], list[int]]:
@@ -225,14 +226,52 @@ def test_a_special_token_in_a_message_is_ordinary_text(folder, template):
 
 
 @pytest.mark.parametrize("template", ["llama3", LLAMA3, "chatml", MARKED])
-def test_a_conversation_may_begin_with_an_answer_and_have_empty_ones(folder, template):
-    encoder = open_encoder(folder, template)
-    chat = [*turns("unused", "Hello!", "Hi", "")[1:], *turns("x", "y")]
+@pytest.mark.parametrize("last_only", [False, True])
+def test_all_answers_or_the_last_one_are_trained_on(folder, template, last_only):
+    encoder = open_encoder(folder, template, last_only)
+    chat = [*turns("unused", "Hello!", "Hi", "you", "x", "y")[1:], *turns("And?")]
     ids, answers = ids_and_answers(encoder, chat)
     tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
     trained = tokenizer.decode([id for id, answer in zip(ids, answers, strict=True) if answer])
     end = "<|eot_id|>" if "llama3" in template or template == LLAMA3 else "<|im_end|>"
-    assert trained == f"Hello!{end}{end}y{end}"
+    assert trained == (f"y{end}" if last_only else f"Hello!{end}you{end}y{end}")
+    assert ids == ids_and_answers(open_encoder(folder, template), chat)[0]
+
+
+def test_the_last_of_adjacent_answers_is_trained_on_alone(folder):
+    adjacent = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    chat = [*turns("a", "b"), turns("unused", "c")[1]]
+    ids, answers = ids_and_answers(open_encoder(folder, adjacent, True), chat)
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    trained = [id for id, answer in zip(ids, answers, strict=True) if answer]
+    assert tokenizer.decode(trained) == "c<|end_of_text|>"
+
+
+LAYOUTS = {
+    "ShareGPT": {
+        "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}],
+        "system": "s",
+    },
+    "Alpaca": {"instruction": "a b", "input": "", "output": "c", "system": "s"},
+    "turns with roles": {"conversations": turns("a b", "c", system="s"), "tools": []},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lines_of_other_layouts_give_the_same_conversation(folder, tmp_path, layout):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 1, **LAYOUTS[layout]}))
+    rules = _text_rules(CorpusSource("chats", ["a.jsonl"], kind="chat"), ReadConfig())
+    (document,) = read_located_documents(list_file_ranges([tmp_path / "a.jsonl"]), rules)
+    encoder = open_encoder(folder, "llama3")
+    expected = encoder.encode(json.dumps(turns("a b", "c", system="s")), "f:1")
+    assert np.array_equal(encoder.encode(document.text, "f:1"), expected)
+
+
+def test_the_input_of_alpaca_follows_its_instruction(folder):
+    encoder = open_encoder(folder, "llama3")
+    line = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
+    expected = encoder.encode(json.dumps(turns("Add.\n\n2 and 2", "4")), "f:1")
+    assert np.array_equal(encoder.encode(json.dumps(line), "f:1"), expected)
 
 
 # Qwen's form, reduced
@@ -264,10 +303,21 @@ def test_tools_of_a_line_and_calls_of_them_are_rendered(unmarked, tmp_path):
     assert ids_and_answers(encoder, turns("a", "b"))[0] == plain
 
 
-def test_a_conversation_without_an_answer_has_no_entries(folder):
-    encoder = open_encoder(folder, "llama3")
-    assert encoder.encode(json.dumps(turns("only a question")), "f:1").dtype == np.int32
-    assert not len(encoder.encode(json.dumps(turns("only a question")), "f:1"))
+@pytest.mark.parametrize(
+    "line, last_only, rule",
+    [
+        (turns("only a question"), False, "no_answer"),
+        (turns("a", " \n"), False, "empty_answer"),
+        (turns("a", "", "b", "c"), False, "empty_answer"),
+        (turns("a", "b", "c", ""), True, "empty_answer"),
+        ({"instruction": "a", "output": ""}, False, "empty_answer"),
+    ],
+    ids=str,
+)
+def test_a_conversation_without_an_answer_is_left_out(folder, line, last_only, rule):
+    with pytest.raises(LeftOutError, match=rule):
+        open_encoder(folder, "llama3", last_only).encode(json.dumps(line), "f:1")
+    open_encoder(folder, "llama3", True).encode(json.dumps(turns("a", "", "b", "c")), "f:1")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +333,11 @@ def test_a_conversation_without_an_answer_has_no_entries(folder):
         ({"messages": turns("a", "b"), "tools": [{"name": "f"}]}, "it has tools, which"),
         *(([turns("a", "b")[1] | {key: "c"}], f"it has {key}, which") for key in REASONING),
         ({"messages": turns("a", "b"), "tools": "f"}, '"tools" are not a list'),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "'bot', which is none of human"),
+        ({"conversations": [{"from": "gpt"}]}, 'message 1 has no "content"'),
+        ({"instruction": ["a"], "output": "b"}, "are not strings"),
+        ({"instruction": "a"}, 'message 2 has no "content"'),
+        ({"system": "a"}, "no list of messages"),
     ],
     ids=str,
 )
@@ -293,12 +348,21 @@ def test_what_is_no_conversation_is_refused_with_its_place(folder, messages, mes
     assert "chats.jsonl:17" in str(error.value)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_role_that_the_template_does_not_name_is_refused(folder, template):
+    chat = [*turns("a", "b"), {"role": "asistant", "content": "c"}]
+    with pytest.raises(DataError, match="names no role 'asistant'"):
+        open_encoder(folder, template).encode(json.dumps(chat), "f:1")
+    open_encoder(folder, "{# 'asistant' #}" + template).encode(json.dumps(chat), "f:1")
+
+
 @pytest.mark.parametrize(
     "template, message",
     [
         ("{% for m in messages %}", "is not valid"),
         ("{{ raise_exception('no system message') }}", "no system message"),
         ("{{ messages[-1].content }}", "with {% generation %}"),  # drops earlier turns
+        ("{% generation %}{% endgeneration %}{{ messages }}", "it marks no answer"),
         ("{{ ''.__class__.__mro__ }}", "the template fails"),  # leaves the sandbox
     ],
 )
@@ -352,7 +416,7 @@ CHANGING = {
 }
 ODD_CHATS = [
     *CHATS,
-    turns("a", "", "b", ""),
+    turns("a", "b", "", "c"),
     turns("same", "same", "same", "same", system="same"),
     turns(" a \n", "\n  b\n", "c", "d", "and?", system=" s "),
     turns("日本 👩‍👩‍👧", "naïve ½", system="Ω"),

@@ -17,7 +17,7 @@ from titanlite.training.validation import _count_bytes
 from titanlite_corpus.engine import LocalEngine
 from titanlite_corpus.pipeline import CorpusResult, make_corpus
 from titanlite_corpus.recipe import load_recipe
-from titanlite_corpus.tests.chats import CHATS, write_chats, write_tokenizer
+from titanlite_corpus.tests.chats import CHATS, turns, write_chats, write_tokenizer
 
 SEQ_LEN = 192
 
@@ -109,9 +109,16 @@ def test_the_loss_on_answers_is_that_of_transformers(tmp_path):
 
 def test_the_recipe_divides_and_counts_conversations(tmp_path):
     chats = [[*CHATS[n % 5][:-1], {"role": "assistant", "content": f"{n}"}] for n in range(40)]
-    chats += [[{"role": "user", "content": "no answer"}]]
+    chats += [[{"role": "user", "content": "no answer"}], turns("an empty one", "")]
     write_chats(tmp_path / "chats.jsonl", chats)
     result = make(tmp_path, validation_share=0.2)
+    left_out = result.stages["tokenise"]["removed"]
+    assert {rule: entry["documents"] for rule, entry in left_out.items()} == {
+        "tokenise.no_answer": 1,
+        "tokenise.empty_answer": 1,
+    }
+    (sample,) = result.stages["tokenise"]["samples"]["tokenise.no_answer"]
+    assert sample["origin"].endswith("chats.jsonl:41")
     sides = {side.side: side for side in result.published.sides}
     assert sides["train"].documents + sides["validation"].documents == 40
     held_out = open_validation(
@@ -159,11 +166,11 @@ def test_mistakes_in_a_recipe_for_chats_are_named(tmp_path):
     with pytest.raises(UserError, match=r"\[deduplicate\] is for text"):
         make(tmp_path, more=both)
     (tmp_path / "chats.txt").write_text("Hi")
-    with pytest.raises(UserError, match="chats are read from .jsonl"):
+    with pytest.raises(UserError, match="are read from .jsonl"):
         make(tmp_path, inputs=[str(tmp_path / "chats.txt")])
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     with pytest.raises(UserError, match=r"chats.jsonl:1: .*no \"content\""):
         make(tmp_path)
     (tmp_path / "chats.jsonl").write_text('{"messages": "Hi"}\n')
-    with pytest.raises(UserError, match='no "messages" that is a list'):
+    with pytest.raises(UserError, match="no list of messages"):
         make(tmp_path)
