@@ -73,7 +73,8 @@ class _Source:
     @property
     def settings_hash(self) -> str:
         """Hash of what its ids depend on, besides its tables and the recipe."""
-        return self.template.fingerprint if self.template else ""
+        keys = f"{self.source.kind} {self.source.answers} "
+        return keys + self.template.fingerprint if self.template else ""
 
 
 def make_corpus(
@@ -128,7 +129,7 @@ def _open_inputs(recipe: Recipe) -> tuple[Tokenizer, list[_Source]]:
         try:
             unread: list[Path] = []
             tasks, template = plan_reading(source, recipe.read, unread), None
-            if source.kind == "chat" and tokenizer is not None:
+            if source.kind != "text" and tokenizer is not None:
                 template = open_chat_template(source.template, tokenizer)
             sources.append(_Source(source, tasks, template, unread))
         except UserError as error:
@@ -183,7 +184,13 @@ def _make_shards(
     recipe = file.recipe
 
     def settings(source: _Source) -> TokeniseSettings:
-        return TokeniseSettings(recipe.validation_share, recipe.bos, source.template)
+        return TokeniseSettings(
+            recipe.validation_share,
+            recipe.bos,
+            source.template,
+            last_only=source.source.answers == "last",
+            pair_window=recipe.pack.seq_len + 1 if source.source.kind == "pairs" else 0,
+        )
 
     sources = [replace(s, tasks=plan_tokenising(s.tasks, tokenizer, settings(s))) for s in sources]
     run([task for source in sources for task in source.tasks])
@@ -229,6 +236,7 @@ def _pack_shards(
     """
     recipe, seq_len = file.recipe, file.recipe.pack.seq_len
     templates = {source.source.name: source.template for source in sources}
+    pairs = {source.source.name for source in sources if source.source.kind == "pairs"}
     packed: dict[tuple[str, str], list[Task]] = {}
     counting: list[Task] = []
     for (name, side), tasks in plans.items():
@@ -246,7 +254,8 @@ def _pack_shards(
         template = templates[name]
         bos = ChatEncoder(tokenizer, template).begins_with_bos if template else recipe.bos
         windows = packed.get((name, side))
-        shards[name, side] = _finished(windows or tasks, run, bos, seq_len if windows else 0)
+        finished = _finished(windows or tasks, run, bos, seq_len if windows else 0)
+        shards[name, side] = replace(finished, pairs=name in pairs)
     return shards
 
 

@@ -32,6 +32,7 @@ class SideShards:
     shards: Sequence[tuple[Path, ShardRecord]]  # each with the folder that it is in
     bos: bool  # every document begins with BOS
     packed_seq_len: int = 0  # of the windows; 0: not packed
+    pairs: bool = False  # the documents of a window are pairs of answers
 
 
 Shards = Mapping[tuple[str, str], SideShards]
@@ -148,6 +149,7 @@ def _stage(
         records,
         bos=content.bos,
         packed_seq_len=content.packed_seq_len,
+        pairs=content.pairs,
     )
     return replace(side, shards=len(records), documents=manifest.documents, tokens=manifest.tokens)
 

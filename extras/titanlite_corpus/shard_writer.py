@@ -135,6 +135,7 @@ def write_corpus_manifest(
     *,
     bos: bool = False,
     packed_seq_len: int = 0,
+    pairs: bool = False,
 ) -> CorpusManifest:
     """Write the manifest of a folder whose shards are all complete."""
     manifest = CorpusManifest(
@@ -146,6 +147,7 @@ def write_corpus_manifest(
         shards=sorted(shards, key=lambda shard: shard.name),
         bos=bos,
         packed_seq_len=packed_seq_len,
+        pairs=pairs,
     )
     text = json.dumps(asdict(manifest), indent=1) + "\n"
     write_file_atomically(Path(folder) / MANIFEST, text.encode())

@@ -1,11 +1,21 @@
-"""Pairs of answers in packed windows: documents 2k and 2k + 1 of a window are pair k."""
+"""Pairs of answers in packed windows: documents 2k and 2k + 1 of a window are pair k.
+
+To import this module adds the data format "pairs" (`--job.import titanlite_post.pairs`).
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from titanlite.data import FORMATS
+from titanlite.data.packed import open_packed
 from titanlite.labels import DOCUMENT_END
+
+# Not a format of the trainer, which would train on chosen and rejected answers alike.
+FORMATS["pairs"] = partial(open_packed, pairs=True)
 
 
 def pair_segments(inputs: Tensor, labels: Tensor) -> Tensor:

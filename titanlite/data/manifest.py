@@ -49,6 +49,7 @@ class CorpusManifest:
     format: int = 1
     bos: bool = False  # every document begins with the tokenizer's BOS
     packed_seq_len: int = 0  # of the windows that the documents are packed in; 0: not packed
+    pairs: bool = False  # documents 2k and 2k + 1 of a window: a chosen and a rejected answer
 
 
 def read_corpus_manifest(path: Path) -> CorpusManifest | None:

@@ -53,10 +53,17 @@ class PackedSource(TokenSource):
         return ids, np.where(after & UNTRAINED, ignored, ids[:, 1:])
 
 
-def open_packed(path: str | Path, checks: CorpusChecks, files: OpenFiles) -> PackedSource:
-    """Open a folder of packed windows, or its URL; raises DataError."""
+def open_packed(
+    path: str | Path, checks: CorpusChecks, files: OpenFiles, pairs: bool = False
+) -> PackedSource:
+    """Open a folder of windows, with pairs of answers or without, or its URL; raises DataError."""
     corpus = open_shards(path, checks, files, packed=True)
     assert corpus.manifest is not None, "only its manifest says that a corpus is packed"
+    if corpus.manifest.pairs != pairs:
+        raise DataError(
+            f"{path}: its windows have {'no ' if pairs else ''}pairs of answers.",
+            fix='Pairs (kind = "pairs" in the recipe) are for python -m titanlite_post dpo only.',
+        )
     seq_len = corpus.manifest.packed_seq_len
     if corpus.tokens % (seq_len + 1):
         raise DataError(
