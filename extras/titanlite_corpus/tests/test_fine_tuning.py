@@ -1,25 +1,39 @@
-"""Fine-tuning: a recipe packs conversations; the loss on answers is that of transformers."""
+"""Fine-tuning: a recipe packs conversations, which train as they would one by one."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from tests.distributed.oracle import (
+    SEED,
+    SGD,
+    Layout,
+    Recipe,
+    Record,
+    merge_ranks,
+    relative_error,
+    run_layouts,
+)
+from tests.distributed.ranks import run_on_ranks
 from titanlite.data import SourceConfig, open_sample_stream, open_tokenizer, open_validation
 from titanlite.errors import UserError
-from titanlite.kernels.backend import set_attention_kernel
-from titanlite.kernels.documents import document_positions, index_documents
-from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
+from titanlite.kernels.documents import document_positions
+from titanlite.models import FAMILIES, Llama3Sizes
+from titanlite.parallelize.weight_init import init_weights
 from titanlite.training.validation import _count_bytes
 from titanlite_corpus.engine import LocalEngine
 from titanlite_corpus.pipeline import CorpusResult, make_corpus
 from titanlite_corpus.recipe import load_recipe
 from titanlite_corpus.tests.chats import CHATS, turns, write_chats, write_tokenizer
+from titanlite_corpus.tests.test_chat import MARKED_LLAMA3
 
-SEQ_LEN = 192
+SEQ_LEN, WINDOWS = 192, 8
 
 
 def write_recipe(folder: Path, more: str = "", seq_len: int = SEQ_LEN, **source) -> Path:
@@ -49,62 +63,97 @@ def open_chats(folder: Path, seq_len: int = SEQ_LEN):
     return open_sample_stream(sources, seq_len=seq_len, seed=0, vocab_size=512, tokenizer=tokenizer)
 
 
-def reference_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
-    """(summed loss of the answers' tokens, their number) of transformers, one conversation each."""
-    from transformers import PreTrainedTokenizerFast
+def loss_of_trl(folder: Path, chats: list, model: torch.nn.Module, sizes: Llama3Sizes):
+    """(the conversations as TRL tokenises and masks them, its loss on all, the gradients of it).
 
-    from titanlite_corpus.tests.test_chat import MARKED_LLAMA3
+    By its trainer for SFT, with the answers that transformers finds by {% generation %}, the
+    conversations padded to one batch, and the weights of `model`.
+    """
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|begin_of_text|>"
-    )
-    total, count = 0.0, 0
-    for chat in CHATS:
-        encoded = tokenizer.apply_chat_template(
-            chat,
-            chat_template=MARKED_LLAMA3,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            return_tensors="pt",
-        )
-        labels = torch.where(encoded["assistant_masks"].bool(), encoded["input_ids"], -100)
-        valid = int((labels[:, 1:] != -100).sum())
-        total += model(encoded["input_ids"], labels=labels).loss.item() * valid
-        count += valid
-    return total, count
-
-
-def build_pair(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """One small model with random weights, as transformers has it and as titanlite has it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    family = FAMILIES["llama3"]
-    sizes = Llama3Sizes(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=512)
-    torch.manual_seed(0)
-    model = family.build(sizes)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    set_attention_kernel(model, family.attention_pattern, "flash", True)
-    mapping = family.hugging_face
+    mapping = FAMILIES["llama3"].hugging_face
+    names = {mapping.name_of(name): name for name in model.state_dict()}
     reference = LlamaForCausalLM(LlamaConfig(**mapping.to_config(sizes, SEQ_LEN)))
-    weights = {mapping.name_of(name): tensor for name, tensor in model.state_dict().items()}
-    reference.load_state_dict(weights)
-    return model, reference
+    reference.load_state_dict({name: model.state_dict()[own] for name, own in names.items()})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        pad_token="<|end_of_text|>",
+        chat_template=MARKED_LLAMA3,
+    )
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    trainer = SFTTrainer(
+        reference,
+        SFTConfig(
+            str(folder / "trl"),
+            assistant_only_loss=True,
+            per_device_train_batch_size=len(chats),
+            max_length=None,
+            **options,
+        ),
+        train_dataset=Dataset.from_list([{"messages": chat} for chat in chats]),
+        processing_class=tokenizer,
+    )
+    loss = trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    gradients = {names[name]: p.grad for name, p in reference.named_parameters()}
+    return list(trainer.train_dataset), loss.item(), gradients
 
 
-def test_the_loss_on_answers_is_that_of_transformers(tmp_path):
-    write_chats(tmp_path / "chats.jsonl", CHATS)
+def loss_one_by_one(rows: list[dict], model: torch.nn.Module) -> tuple[float, dict]:
+    """(mean loss of all labels, its gradients) of conversations that the plain model gets alone."""
+    labels = [torch.tensor(row["labels"])[1:] for row in rows]
+    count = sum(int((own >= 0).sum()) for own in labels)
+    total = 0.0
+    for row, own in zip(rows, labels, strict=True):
+        logits = model(torch.tensor([row["input_ids"][:-1]]))[0]
+        loss = F.cross_entropy(logits, own, reduction="sum") / count
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+LAYOUTS = [
+    Layout(accumulate=4),
+    Layout(shard=2),
+    Layout(shard=2, accumulate=2),
+    Layout(tensor=2),
+    Layout(context=2),
+    Layout(pipeline=2, microbatch=2),
+]
+
+
+@pytest.mark.slow
+def test_packed_conversations_train_under_every_layout_as_alone_and_as_with_trl(tmp_path):
+    chats = [*CHATS, *(turns(f"{n} + 1?", f"{n + 1}. " * n, system="Add.") for n in range(1, 17))]
+    write_chats(tmp_path / "chats.jsonl", chats)
     counts = make(tmp_path).stages["pack"]
-    assert counts["documents_out"] == len(CHATS) and counts["documents_truncated"] == 0
-    assert counts["windows"] < len(CHATS)  # so several are in one window
-    stream = open_chats(tmp_path)
-    inputs, labels = stream.read(0, counts["windows"])
-    model, reference = build_pair(tmp_path)
-    positions = document_positions(inputs, stream.document_end_id, labels)
-    loss = model(inputs, positions, labels=labels, documents=index_documents(positions))
-    expected, count = reference_loss(tmp_path, reference)
-    assert valid_tokens(labels) == count
-    assert loss.item() / count == pytest.approx(expected / count, rel=1e-5)
+    assert (counts["windows"], counts["documents_truncated"]) == (WINDOWS, 0)
+    sizes = replace(SGD.sizes, vocab_size=512, n_layers=4)
+    packed = str(tmp_path / "out/chats/train")
+    recipe = Recipe(
+        sizes=sizes, steps=1, batch=WINDOWS, seq_len=SEQ_LEN, documents=True, packed=packed
+    )
+    model = recipe.spec.build(sizes)
+    init_weights(model, recipe.spec, sizes, SEED, recipe.widths)
+    rows, *trl = loss_of_trl(tmp_path, chats, model, sizes)
+    alone = loss_one_by_one(rows, model)
+    records = [Record([loss], gradients=[gradients]) for loss, gradients in (alone, trl)]
+    for ranks in (1, 2):
+        cases = [(layout, recipe) for layout in LAYOUTS if layout.degrees.ranks == ranks]
+        by_rank = run_on_ranks(run_layouts, ranks, cases)
+        records += [merge_ranks(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+    names = ["one by one", "TRL", *map(str, LAYOUTS)]
+    (loss,), (gradients,) = records[0].losses, records[0].gradients
+    for name, record in zip(names, records, strict=True):
+        errors = {n: relative_error(g, gradients[n]) for n, g in record.gradients[0].items()}
+        assert errors.keys() == gradients.keys()
+        errors["loss"] = abs(record.losses[0] / loss - 1)
+        print(f"{name}: at most {max(errors.values()):.1e}")  # pytest -rP
+        assert max(errors.values()) <= 1e-5, (name, errors)
 
 
 def test_the_recipe_divides_and_counts_conversations(tmp_path):
