@@ -72,12 +72,12 @@ class ChatEncoder:
         These are the ids that training had there. Raises DataError as `encode` does.
         """
         with self._name_errors("the conversation", "one"):
-            chat = [*messages, {"role": ASSISTANT, "content": "x"}]
-            entries = self._encode(chat, (), last_only=True)
+            entries = self._encode([*messages, {"role": ASSISTANT, "content": "x"}], ())
         ids, trained = entries & ID_MASK, entries & UNTRAINED == 0
-        begin = int(trained.argmax())
+        last = int(np.flatnonzero(trained)[-1])
+        begin = int(np.flatnonzero(~trained[:last]).max(initial=-1)) + 1
         special = set(self._tokenizer.special_tokens.values())
-        ends = [id for id in ids[trained].tolist() if id in special]
+        ends = [id for id in ids[begin : last + 1].tolist() if id in special]
         return ids[:begin].tolist(), set(ends[-1:])
 
     @contextmanager
@@ -106,11 +106,14 @@ class ChatEncoder:
         first = int(self.encode(json.dumps(messages), "a test")[0] & ID_MASK)
         return self._tokenizer.has_bos and first == self._tokenizer.bos_id
 
-    def _encode(self, messages: Sequence[Message], tools: Tools, last_only: bool) -> np.ndarray:
+    def _encode(
+        self, messages: Sequence[Message], tools: Tools, last_only: bool = False
+    ) -> np.ndarray:
         """Entries of a conversation; raises ValueError if the template cannot render it."""
         segments = list(self._template.render(messages, tools))
         if last_only:
-            segments = _train_last(segments)
+            answers = sum(message["role"] == ASSISTANT for message in messages)
+            segments = _train_last(segments, answers)
         entries = np.concatenate([np.empty(0, np.int32), *self._encode_segments(segments)])
         if not (entries[1:] & UNTRAINED == 0).any():
             raise TemplateProblem("it marks no answer of this conversation")
@@ -131,12 +134,20 @@ class ChatEncoder:
             yield np.array(ids, dtype=np.int32) | np.int32(mark)
 
 
-def _train_last(segments: list[Segment]) -> list[Segment]:
-    """The segments of which only the last answer, a run of trained ones, is trained."""
-    trained = [segment.trained for segment in segments]
-    end = max((n + 1 for n, is_trained in enumerate(trained) if is_trained), default=0)
-    begin = max((n + 1 for n in range(end) if not trained[n]), default=0)
-    return [s._replace(trained=begin <= n < end) for n, s in enumerate(segments)]
+def _train_last(segments: list[Segment], answers: int) -> list[Segment]:
+    """The segments, of which only the last answer is trained.
+
+    Raises TemplateProblem unless each of the `answers` is a run of trained segments.
+    """
+    trained = [False, *(segment.trained for segment in segments)]
+    begins = [n for n in range(len(segments)) if trained[n + 1] and not trained[n]]
+    if len(begins) != answers:
+        raise TemplateProblem(
+            f"it marks {len(begins)} parts as answers in a conversation with {answers}, so the last"
+            " one is not known"
+        )
+    untrained = [segment._replace(trained=False) for segment in segments[: begins[-1]]]
+    return [*untrained, *segments[begins[-1] :]]
 
 
 def _strip_around(

@@ -247,6 +247,14 @@ def test_the_last_of_adjacent_answers_is_trained_on_alone(folder):
     assert tokenizer.decode(trained) == "c<|end_of_text|>"
 
 
+def test_a_template_that_marks_the_first_answer_only_has_no_last_one(folder):
+    first = MARKED.replace("m.role == 'assistant'", "loop.index == 2")
+    chat = json.dumps(turns("a", "b", "c", "d"))
+    open_encoder(folder, first).encode(chat, "f:1")
+    with pytest.raises(DataError, match="marks 1 parts as answers in a conversation with 2"):
+        open_encoder(folder, first, last_only=True).encode(chat, "f:1")
+
+
 LAYOUTS = {
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}],
