@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,9 +13,10 @@ import numpy as np
 from titanlite.data.open_tokenizer import open_tokenizer
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
-from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
+from titanlite_corpus.chat.encode import ENTRY_RANGE, ChatEncoder
+from titanlite_corpus.chat.lines import LeftOutError
 from titanlite_corpus.chat.template import ChatTemplate, open_chat_template
-from titanlite_corpus.counts import merge_counts
+from titanlite_corpus.counts import choose_samples, merge_counts, shorten_sample
 from titanlite_corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
 from titanlite_corpus.engine import report_progress
 from titanlite_corpus.sides import TRAIN, VALIDATION, is_held_out
@@ -92,7 +93,7 @@ def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]
     fingerprint, window = arguments["template_fingerprint"], arguments["pair_window"]
     encoder = _open_chat_encoder(tokenizer, name, fingerprint, arguments["last_only"])
     encode = encoder.encode_pair if window else encoder.encode
-    return partial(encode_chats, encode, window=window), ENTRY_RANGE
+    return partial(_encode_chats, encode, window=window), ENTRY_RANGE
 
 
 @lru_cache(maxsize=1)
@@ -147,3 +148,39 @@ def _encode_texts(
             report_progress()
     lengths = np.fromiter(map(len, parts), np.int64, len(parts)).reshape(-1, 3).sum(1)
     return np.concatenate(parts, dtype=np.int32, casting="unsafe"), lengths, {}
+
+
+def _encode_chats(
+    encode: Callable[[str, str], np.ndarray], documents: Sequence[tuple[str, str]], window: int = 0
+) -> tuple[np.ndarray, np.ndarray, Counts]:
+    """(entries of all documents, length of each, counts of those left out), from (text, origin).
+
+    `encode`: a method of an encoder. Longer documents than `window`, if given, are left out too.
+    """
+    parts: list[np.ndarray] = []
+    left_out: dict[str, list[tuple[str, str]]] = {}
+    for number, document in enumerate(documents):
+        try:
+            entries = encode(*document)
+            if window and len(entries) > window:
+                raise LeftOutError("longer_than_window")
+            parts.append(entries)
+        except LeftOutError as reason:
+            left_out.setdefault(f"tokenise.{reason}", []).append(document)
+        if number % 256 == 0:
+            report_progress()
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    return np.concatenate([np.empty(0, np.int32), *parts]), lengths, _count_left_out(left_out)
+
+
+def _count_left_out(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> Counts:
+    """`removed` and `samples` of the documents (text, origin) that a rule left out."""
+    counts: Counts = {"removed": {}, "samples": {}}
+    for rule, documents in left_out.items():
+        size = sum(len(text.encode()) for text, _ in documents)
+        counts["removed"][rule] = {"documents": len(documents), "bytes": size}
+        chosen = choose_samples(rule, [origin for _, origin in documents])
+        counts["samples"][rule] = [
+            {"origin": documents[n][1], "text": shorten_sample(documents[n][0])} for n in chosen
+        ]
+    return counts

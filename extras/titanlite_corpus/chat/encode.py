@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
@@ -21,9 +21,6 @@ from titanlite_corpus.chat.tokenizer_variants import (
     find_strips,
     with_control_tokens,
 )
-from titanlite_corpus.counts import choose_samples, shorten_sample
-from titanlite_corpus.engine import report_progress
-from titanlite_corpus.task import Counts
 
 ENTRY_RANGE = 1 << 31  # entries are below it
 # What the tokenizers library strips: Unicode's White_Space, without Python's \x1c to \x1f
@@ -165,39 +162,3 @@ def _strip_around(
             result.append(segment)
         segments = result[::step]
     return segments
-
-
-def encode_chats(
-    encode: Callable[[str, str], np.ndarray], documents: Sequence[tuple[str, str]], window: int = 0
-) -> tuple[np.ndarray, np.ndarray, Counts]:
-    """(entries of all documents, length of each, counts of those left out), from (text, origin).
-
-    `encode`: a method of an encoder. Longer documents than `window`, if given, are left out too.
-    """
-    parts: list[np.ndarray] = []
-    left_out: dict[str, list[tuple[str, str]]] = {}
-    for number, document in enumerate(documents):
-        try:
-            entries = encode(*document)
-            if window and len(entries) > window:
-                raise LeftOutError("longer_than_window")
-            parts.append(entries)
-        except LeftOutError as reason:
-            left_out.setdefault(f"tokenise.{reason}", []).append(document)
-        if number % 256 == 0:
-            report_progress()
-    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-    return np.concatenate([np.empty(0, np.int32), *parts]), lengths, _count_left_out(left_out)
-
-
-def _count_left_out(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> Counts:
-    """`removed` and `samples` of the documents (text, origin) that a rule left out."""
-    counts: Counts = {"removed": {}, "samples": {}}
-    for rule, documents in left_out.items():
-        size = sum(len(text.encode()) for text, _ in documents)
-        counts["removed"][rule] = {"documents": len(documents), "bytes": size}
-        chosen = choose_samples(rule, [origin for _, origin in documents])
-        counts["samples"][rule] = [
-            {"origin": documents[n][1], "text": shorten_sample(documents[n][0])} for n in chosen
-        ]
-    return counts
