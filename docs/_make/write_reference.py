@@ -44,6 +44,7 @@ OPTIONS = [  # of the trainer, in titanlite/: what a job has only if its TOML, a
     *("parallelize/context.py", "parallelize/context_attention.py"),
     *("parallelize/context_tiles.py", "parallelize/kv_exchange.py", "parallelize/expert.py"),
     *("parallelize/token_exchange.py", "parallelize/float8.py", "parallelize/pipeline.py"),
+    "parallelize/lora.py",
     *("parallelize/pipeline_plan.py", "parallelize/schedule.py", "parallelize/tied.py"),
     *(
         "parallelize/compile.py",

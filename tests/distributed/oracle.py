@@ -46,6 +46,7 @@ from titanlite.parallelize import (
 )
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
+from titanlite.parallelize.lora import LoraConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.parallelize.stage_partition import balance_stages
@@ -154,6 +155,7 @@ class Layout:
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
             load_balancing=recipe.balancing,
+            lora=recipe.lora,
             compute_dtype=dtype,
             cpu_offload=self.offload,
             document_mask=recipe.documents,
@@ -205,6 +207,7 @@ class Recipe:
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
     balancing: LoadBalancing = NO_BALANCING  # of experts
+    adapters: str = ""  # name pattern of the layers that have them; empty: train all weights
     compare_tensors: bool | None = None  # gradients and weights; None: under SGD
 
     @property
@@ -225,6 +228,10 @@ class Recipe:
         if self.state_dtype != "float32":
             options |= {"state_dtype": self.state_dtype, "implementation": "for-loop"}
         return OptimizerConfig.of(**{**options, **dict(self.options)})
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig(3 if self.adapters else 0, 6.0, [self.adapters])
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch
@@ -335,6 +342,8 @@ class CloseScoresError(Exception):
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = recipe.spec.build(recipe.sizes)
+    if recipe.lora.rank:
+        add_reference_adapters(model, recipe.lora)
     init_weights(model, recipe.spec, recipe.sizes, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
@@ -357,7 +366,8 @@ def one_process(recipe: Recipe) -> Record:
         record.norms.append(norm.item())
         if recipe.adaptive:
             _clip_rows(model, recipe.adaptive)
-        record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        record.gradients.append({n: p.grad.clone() for n, p in named})
         optimizer.step()
         optimizer.zero_grad()
         balancing.finish_step()
@@ -378,6 +388,20 @@ def one_process(recipe: Recipe) -> Record:
     states = {name: optimizer.state[p] for name, p in model.named_parameters()}
     record.weights |= {f"{n}.hessian": s["hessian"] for n, s in states.items() if "hessian" in s}
     return record
+
+
+def add_reference_adapters(model, config: LoraConfig) -> None:
+    """Freeze a model, and add to the output of each linear layer that of its adapter."""
+    layers = [model.get_submodule(name) for name in config.select(model)]
+    model.requires_grad_(False)
+    for layer in layers:
+        layer.lora_a = torch.nn.Parameter(torch.empty(config.rank, layer.in_features))
+        layer.lora_b = torch.nn.Parameter(torch.empty(layer.out_features, config.rank))
+        layer.register_forward_hook(
+            lambda layer, x, out: (
+                out + config.alpha / config.rank * (x[0] @ layer.lora_a.T @ layer.lora_b.T)
+            )
+        )
 
 
 ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of some rows only

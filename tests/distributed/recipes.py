@@ -72,6 +72,11 @@ def recipe_of(family: str, **changes) -> Recipe:
     return replace(recipe, **changes)
 
 
+def with_adapters(recipe: Recipe, targets: str = "*") -> Recipe:
+    """The recipe with adapters; the first step of SGD makes B so large that A learns."""
+    return replace(recipe, adapters=targets, lr=1.0 if recipe.optimizer == "SGD" else recipe.lr)
+
+
 LINEAR_ATTENTION_ALONE = recipe_of("qwen3_5", steps=1)
 LINEAR_ATTENTION_ALONE = replace(
     LINEAR_ATTENTION_ALONE, sizes=replace(LINEAR_ATTENTION_ALONE.sizes, n_layers=1)

@@ -39,6 +39,7 @@ from tests.distributed.recipes import (
     SPARSE,
     UNPLANNED,
     recipe_of,
+    with_adapters,
 )
 from tests.distributed.resting import estimate_rest
 from tests.parallelize.test_schedule import as_csv
@@ -108,6 +109,13 @@ RECIPES = {
     "linear attention, no experts": recipe_of("qwen3_5", steps=1),
     "linear attention alone": LINEAR_ATTENTION_ALONE,
     "further tokens": FURTHER_TOKENS,
+    "adapters": with_adapters(SHORT),
+    "adapters, tied embeddings": with_adapters(with_tied_embeddings(CLIPPED)),
+    "adapters, experts": with_adapters(SOFTMAX),
+    "adapters, Muon": with_adapters(replace(MUON, options=(STABLE,), compare_tensors=False)),
+    "adapters, further tokens": with_adapters(FURTHER_TOKENS),
+    "adapters, gpt_oss": with_adapters(recipe_of("gpt_oss")),
+    "adapters, qwen3_next": with_adapters(recipe_of("qwen3_next")),
     # with idle sequences; SGD has 18 sequences in the last step
     "ragged": replace(SGD, batch=9, documents=True),
     "ragged, balancing": replace(SIGMOID, batch=9, steps=2),
@@ -177,7 +185,9 @@ pipeline=2,shard=2,tensor=2,microbatch=3
 
 # one step
 tensor=2,loss_parallel=False,chunk=100,compile=aot_eager,recompute=full
-    ; shard=2,compile=aot_eager,offload_activations=True; context=2,compile=aot_eager,recompute=op
+    ; [adapters] shard=2,compile=aot_eager,recompute=full
+    ; [one step] shard=2,compile=aot_eager,offload_activations=True
+    ; context=2,compile=aot_eager,recompute=op
     ; pipeline=2,microbatch=3,schedule=InterleavedZeroBubble,reshard=always,compile=aot_eager
     ; [balancing, one step] shard=2,expert=2,compile=aot_eager,recompute=full
 
@@ -235,6 +245,22 @@ shard=2; replicate=2; pipeline=2,microbatch=2,accumulate=2; context=2,accumulate
 
 # ragged, balancing
 shard=5,recompute=full
+
+# adapters
+accumulate=3,recompute=full; early=True,accumulate=3,reduction=last_microbatch; recompute=op
+shard=2,accumulate=3; replicate=2; tensor=2; context=2; tensor=2,recompute=full
+    ; shard=2,recompute=op,offload=True; shard=2,early=True,reduction=last_microbatch
+    ; pipeline=2,microbatch=3; pipeline=2,microbatch=3,schedule=ZBVZeroBubble
+    ; pipeline=2,microbatch=3,schedule=Interleaved1F1B,recompute=full
+    ; pipeline=2,microbatch=3,schedule=DualPipeV
+    ; [adapters, tied embeddings] pipeline=2,microbatch=3; tensor=2
+    ; [adapters, experts] shard=2,expert=2; tensor=2,expert=2; context=2,expert=2
+    ; [adapters, Muon] shard=2; tensor=2
+    ; [adapters, further tokens] tensor=2; pipeline=2,microbatch=3
+    ; [adapters, gpt_oss + adapters, qwen3_next] tensor=2; shard=2; context=2
+shard=2,tensor=2; tensor=4; replicate=2,shard=2; pipeline=2,tensor=2,microbatch=3
+    ; pipeline=2,shard=2,microbatch=1,schedule=InterleavedZeroBubble
+    ; [adapters, experts] shard=2,tensor=2,expert=2,expert_tensor=2
 
 # qwen3 + mistral + gpt2 + olmo2
 shard=2; tensor=2; context=2,rotate=alltoall; pipeline=2,microbatch=6
@@ -307,6 +333,7 @@ pipeline=2,shard=2,microbatch=1,schedule=ZBVZeroBubble,reshard=always,compile=ao
 
 # one step
 pipeline=2,microbatch=3,schedule=DualPipeV,reshard=always,compile=aot_eager
+    ; [adapters] tensor=2,compile=aot_eager
 
 # documents
 one
@@ -420,6 +447,7 @@ def find_errors(layout, recipe, records, expected) -> dict[str, float]:
     differ, if the planner's bytes are wrong, or if a weight has no gradient on either side."""
     record = merge_ranks(records)
     is_planned = recipe.spec.name not in UNPLANNED and not prediction_layers(recipe.sizes)
+    is_planned = is_planned and not recipe.lora.rank
     if is_planned and not (layout.early or layout.offload):  # else not all there after backward
         ranks_of_stage = layout.degrees.ranks // layout.pipeline
         rest = [record.rest for record in records[::ranks_of_stage]]
@@ -427,6 +455,9 @@ def find_errors(layout, recipe, records, expected) -> dict[str, float]:
     steps = expected.gradients
     dead = [name for name in steps[0] if not any(step[name].any() for step in steps)]
     assert not dead, f"gradients of zero on one process: {dead}"  # equal on all, but not trained
+    for name in expected.weights if recipe.adapters and recipe.compares_tensors else ():
+        is_frozen = not name.endswith(("lora_a", "lora_b", "expert_bias", ".hessian"))
+        assert not is_frozen or torch.equal(record.weights[name], expected.weights[name]), name
     errors = worst_error(record, expected, recipe.compares_tensors)
     print(f"{layout} {recipe.optimizer}: at most {max(errors.values()):.1e}")  # pytest -rP
     return {name: error for name, error in errors.items() if not error <= 1e-5}

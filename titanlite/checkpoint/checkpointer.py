@@ -8,18 +8,26 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
-from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint, find_first_valid
+from titanlite.checkpoint.finding import (
+    FoundCheckpoint,
+    find_checkpoint,
+    find_first_valid,
+    find_initial,
+)
 from titanlite.checkpoint.huggingface import (
     CONFIG_FILE,
     PUBLISHED_FILE,
+    HuggingFaceFolder,
     HuggingFaceReader,
     open_hugging_face,
     read_published_facts,
@@ -52,6 +60,8 @@ from titanlite.storage import StorageFolder
 # Timeout of the group of this module, in units of checkpoint.timeout_seconds. The watchdog ends the
 # run earlier, after one unit, because it can name the rank that hangs; a process group cannot.
 GROUP_TIMEOUT_FACTOR = 2
+
+BASE = "base_weights"  # the job property: a hash of the frozen weights
 
 
 @dataclass(frozen=True)
@@ -311,8 +321,10 @@ class Checkpointer:
         checkpoint.exclude_from_loading, which is for starts. Reads `average` if it is there.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
+        if BASE in self.properties:
+            required = {**required, BASE: self.properties[BASE]}
         if manifest is None:
-            self._load_hugging_face(folder, model, required)
+            self._load_hugging_face(folder, model_and_optimizer_state(model), required)
             return None
         model_only = found.initial and config.initial_load_model_only
         check_job_properties(
@@ -350,6 +362,26 @@ class Checkpointer:
             self.memory.begin()  # what is in memory was rolled back
         self._read_tensors(found, state)
         return None if model_only else _without_excluded(manifest.progress, excluded)
+
+    def load_base(self, weights: dict[str, Tensor], required: dict[str, Any]) -> None:
+        """Read the frozen weights from checkpoint.initial_load_path, and record what they are.
+
+        Checkpoints do not keep them, so this is done at every start, and before `load`.
+        """
+        found, state = find_initial(self.config, self.group), {"model": weights}
+        if found.manifest is None:
+            source = self._load_hugging_face(found.folder, state, required)
+            files = {place.file for t in source.tensors.values() for place in t.locations}
+            own = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+            own_hashes = run_on_all_ranks(lambda: [*map(found.folder.hash_of, own)])
+            hashes = [*chain.from_iterable(gather_from_all_ranks(own_hashes, self.group))]
+        else:
+            allowed = self.config.allow_changes
+            facts, tensors = found.manifest.facts, found.manifest.tensors
+            check_job_properties(found.folder, facts, required, model_only=True, allowed=allowed)
+            read_tensors(found.folder, state, self.group)
+            hashes = [f"{n} {t.hash}" for n, t in tensors.items() if n.startswith("model.")]
+        self.properties[BASE] = xxhash.xxh3_128_hexdigest(" ".join(sorted(hashes)).encode())
 
     def _read_tensors(self, found: FoundCheckpoint, state: State) -> None:
         if found.memory is None or found.manifest is None:
@@ -394,8 +426,8 @@ class Checkpointer:
             self.step_folders.set_aside_later(step)
 
     def _load_hugging_face(
-        self, folder: StorageFolder, model: nn.Module, required: dict[str, Any]
-    ) -> None:
+        self, folder: StorageFolder, state: State, required: dict[str, Any]
+    ) -> HuggingFaceFolder:
         mtp_layers = (required.get("model") or {}).get("mtp_layers", 0)
         source, published_files = run_on_all_ranks(
             lambda: (open_hugging_face(folder, mtp_layers), read_published_facts(folder))
@@ -404,8 +436,8 @@ class Checkpointer:
         saved = {"model": dataclasses.asdict(source.sizes)}
         allowed = self.config.allow_changes
         check_job_properties(folder, saved, required, model_only=True, allowed=allowed)
-        state = model_and_optimizer_state(model)
         read_tensors(folder, state, self.group, reader=HuggingFaceReader(source))
+        return source
 
 
 def _without_excluded(progress: dict[str, Any], excluded_parts: Collection[str]) -> dict[str, Any]:

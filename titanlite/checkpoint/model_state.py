@@ -31,15 +31,28 @@ _ALIGNMENT = 64  # bytes: of a CPU cache line, and of torch's own allocations
 def model_and_optimizer_state(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] | None = None
 ) -> State:
-    """The tensors themselves, not copies: to load a checkpoint is to read into them."""
+    """The tensors themselves, not copies: to load a checkpoint is to read into them.
+
+    Without frozen weights, which no checkpoint keeps.
+    """
+    frozen = frozen_weights(model).keys() - {name for name, _ in model.named_buffers()}
     weights = get_model_state_dict(model, options=_BY_NAME)
-    state: State = {"model": {name: _unwrap(weight) for name, weight in weights.items()}}
+    state: State = {"model": {n: _unwrap(w) for n, w in weights.items() if n not in frozen}}
     if optimizers is not None:
         # Learning rates and weight decays come from the job: only optimizer state is saved. Missing
         # state (a fresh AdamW has none) is created by this call, so that it can be read into.
         full = get_optimizer_state_dict(model, tuple(optimizers), options=_BY_NAME)
         state["optimizer"] = {n: value for n, value in full.items() if n.startswith("state.")}
     return state
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a model with adapters is loaded from: all but those; empty if it trains all weights."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    if len(trained) == len(list(model.parameters())):
+        return {}
+    weights: dict[str, Any] = get_model_state_dict(model, options=_BY_NAME)
+    return {name: weight for name, weight in weights.items() if name not in trained}
 
 
 def _unwrap(weight: Any) -> Tensor:

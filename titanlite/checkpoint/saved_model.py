@@ -78,6 +78,11 @@ def describe_saved_model(
         sizes = spec.sizes_of(model)
     except ConfigError as error:
         raise _invalid_job(folder, error.message) from None
+    if manifest.facts.get("lora"):
+        raise CheckpointError(
+            f"{folder}: has only the adapters of LoRA, not the model.",
+            fix="Merge them into their base first: python -m titanlite_post adapters merge.",
+        )
     check_model_size(folder, spec, sizes, len(manifest.tensors))
     wrong = [
         name

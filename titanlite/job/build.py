@@ -32,9 +32,9 @@ from titanlite.job.job import Job
 from titanlite.job.start import (
     advise_on_memory,
     build_run_meter,
+    load_start,
     record_start,
     report_start,
-    restore,
 )
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.kernels.fla import try_fla_kernels
@@ -164,10 +164,9 @@ def _open_run(job: Job, services: RunServices, extend: Extend) -> Iterator[Run]:
     engine = build_run_engine(parts)
     lanes = SavedLanes(stream, services.counters)
     state, in_backward = build_state(job, sharded, mesh, services.counters, {"lanes": lanes})
-    if found:
-        watchdog.set_phase(0, "load")
-        restore(job, checkpointer, state, stream, found)
-        watchdog.set_phase(state.step, "start")
+    watchdog.set_phase(0, "load")
+    load_start(job, checkpointer, state, stream, found)
+    watchdog.set_phase(state.step, "start")
 
     throughput = build_run_meter(job, rank)
     training = job.config.training

@@ -23,6 +23,7 @@ from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
+from titanlite.parallelize.lora import LoraConfig
 from titanlite.settings import NotNegative, Positive, Range
 from titanlite.training.config import TrainingConfig
 from titanlite.training.validation import ValidationConfig
@@ -73,6 +74,7 @@ class JobConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
@@ -104,6 +106,8 @@ class JobConfig:
 JOB_PROPERTIES = (
     "model",
     "mup.base",
+    "lora",
+    "base_weights",
     "optimizer.name",
     "optimizer.state_dtype",
     "training.dtype",

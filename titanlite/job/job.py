@@ -67,6 +67,7 @@ class Job:
             load_balancing=resolve_load_balancing(config.experts, self.spec, self.sizes),
             compile=config.compile,
             float8=config.float8,
+            lora=config.lora,
             param_dtype=DTYPES[training.dtype],
             compute_dtype=DTYPES[training.mixed_precision_param],
             cpu_offload=training.enable_cpu_offload,
@@ -150,6 +151,7 @@ class Job:
         return {
             "model": dataclasses.asdict(self.sizes),
             "mup.base": dataclasses.asdict(self.config.mup)["base"],
+            "lora": dataclasses.asdict(self.config.lora) if self.config.lora.rank else None,
             "optimizer.name": self.config.optimizer.name,
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
@@ -186,6 +188,7 @@ class Job:
             f" {self.spec.count_parameters(sizes):,} parameters,"
             f" {pluralize(sizes.n_layers, 'block')}, dim {sizes.dim}",
             "experts": self._describe_experts(),
+            "lora": str(config.lora) if config.lora.rank else "",
             "mup": f"tuned at dim {base.dim}; width x{sizes.dim / base.dim:g}" if base else "",
             "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
             f" ({peak} in {compute})",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -24,6 +26,7 @@ from titanlite.optim.recipe import matches_any
 from titanlite.parallelize.expert import check_expert_parallel, weight_shards
 from titanlite.parallelize.float8 import FLOAT8_FALLBACK_SINCE, Gpu, check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
+from titanlite.parallelize.lora import LoraConfig, linear_layers
 from titanlite.settings import format_value
 
 
@@ -92,6 +95,57 @@ def check_sharded_options(
     yield from _check_float8_sizes(config, sizes, degrees)
     yield from check_expert_parallel(degrees, spec.experts(sizes))
     yield from _check_quantisation_blocks(spec, sizes, degrees, config.optimizer.state_dtype)
+
+
+def check_lora(
+    config: JobConfig, spec: ModelSpec, sizes: ModelSizes, stages: Sequence[Sequence[str]]
+) -> Iterator[ConfigError]:
+    """Reject targets that are no layers, `stages` without any, and options that need all weights.
+
+    `stages`: the modules of each pipeline stage.
+    """
+    lora, checkpoint, rank = config.lora, config.checkpoint, f"lora.rank = {config.lora.rank}"
+    if not lora.rank:
+        if lora != LoraConfig():
+            fix = "Set lora.rank, such as 16, or remove [lora]."
+            yield ConfigError("lora.rank = 0: no adapters, but other keys of [lora] are set.", fix)
+        return
+    with torch.device("meta"):
+        model = spec.build(sizes)
+    layers, adapted = linear_layers(model), lora.select(model)
+    for pattern in lora.targets or [""]:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            known = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in layers)
+            yield ConfigError(
+                f'lora.targets: "{pattern}" matches no linear layer that can have an adapter.',
+                fix=f"* matches any text. The layers are {', '.join(known)}.",
+            )
+    for number, modules in enumerate(stages):
+        if adapted and not any(f"{n}.".startswith(f"{m}.") for n in adapted for m in modules):
+            yield ConfigError(
+                f"lora.targets: no layer of pipeline stage {number} ({', '.join(modules)}) gets an"
+                " adapter, so it has nothing to train.",
+                fix="Name layers of every block, and use at most as many stages as blocks.",
+            )
+    if checkpoint.initial_load_path is None:
+        yield ConfigError(
+            f"{rank}: the frozen weights would be random.",
+            fix="Set checkpoint.initial_load_path to the model to adapt.",
+        )
+    if checkpoint.last_save_in_hf:
+        yield ConfigError(
+            f"{rank}: checkpoints have only the adapters, so checkpoint.last_save_in_hf = true has"
+            " no model to export.",
+            fix="Set it to false, and run python -m titanlite_post adapters merge afterwards.",
+        )
+    sections = [config.optimizer.replace(**g.overrides()) for g in config.optimizer.groups]
+    for key, is_set in {
+        "mup.base": config.mup.base is not None,
+        "quantize.linear.float8.recipe_name": config.float8.recipe_name is not None,
+        "optimizer.muon_per_head": any(s.muon_per_head for s in [config.optimizer, *sections]),
+    }.items():
+        if is_set:
+            yield ConfigError(f"{rank}: {key} has no rule for adapters.", fix=f"Remove {key}.")
 
 
 def _check_float8_sizes(
@@ -288,7 +342,10 @@ def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iter
     if not config.optimizer.groups or any(spec.find_size_problems(sizes)):
         return
     with torch.device("meta"):
-        names = [name for name, _ in spec.build(sizes).named_parameters()]
+        model = spec.build(sizes)
+    names = [name for name, _ in model.named_parameters()]
+    if config.lora.rank:
+        names = [f"{n}.lora_{x}" for n in config.lora.select(model) for x in "ab"]
     yield from check_group_patterns(config.optimizer.groups, names)
 
 

@@ -15,6 +15,7 @@ from titanlite.job.config import JobConfig
 from titanlite.job.environment import check_environment, device_type
 from titanlite.job.job import Job
 from titanlite.job.option_checks import (
+    check_lora,
     check_model_options,
     check_sharded_options,
     check_update_degrees,
@@ -115,6 +116,8 @@ def _check_layout(config: JobConfig, ranks: int) -> tuple[Job | None, list[UserE
     if sizes and degrees:
         problems += checks.check_sequence_lengths(config, sizes, degrees)
         problems += check_sharded_options(config, spec, sizes, degrees)
+    if sizes and plan:
+        problems += check_lora(config, spec, sizes, plan.stages)
     if problems or not (sizes and degrees and plan):
         return None, problems
     global_batch = config.training.sequences_per_step(degrees.batch)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.checkpoint.model_state import frozen_weights
 from titanlite.data import SampleStream
 from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.distributed.process_group import RankContext
@@ -78,6 +79,21 @@ def restore(
         checkpointer.set_aside_later_steps(state.step)
 
 
+def load_start(
+    job: Job,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    stream: SampleStream,
+    found: FoundCheckpoint | None,
+) -> None:
+    """Load the checkpoint that was found; with adapters, first the frozen weights it lacks."""
+    if job.config.lora.rank:
+        checkpointer.load_base(frozen_weights(state.model), job.properties_to_check(stream))
+        found = None if found and found.initial else found  # it was the base
+    if found:
+        restore(job, checkpointer, state, stream, found)
+
+
 def restore_progress(state: TrainState, progress: dict[str, Any], found: FoundCheckpoint) -> None:
     """Restore the progress of a checkpoint, which may be damaged or crafted."""
     try:
@@ -113,7 +129,8 @@ def report_start(
 # Sections and keys that decide what a step computes or what the guard does.
 _MATHEMATICS = (
     *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
-    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed", "weight_average"),
+    *("guard", "loss", "experts", "quantize", "lora", "data.mixture", "debug.seed"),
+    "weight_average",
 )
 _NO_MATHEMATICS = (  # keys of these sections that do not
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq"),

@@ -155,6 +155,8 @@ class _OutputLoss(torch.autograd.Function):
             if x_grad is None or grad is None:
                 continue
             torch.mm(grad, weight, out=x_grad[rows])
+            if not ctx.needs_input_grad[1]:
+                continue  # frozen
             if rows == slice(0, len(x)) and grad.dtype != torch.float16:
                 weight_grad = grad.mT @ x
             else:
@@ -169,8 +171,8 @@ class _OutputLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_):
-        x_grad, weight_grad = (_scaled(saved, grad, ctx.dtype) for saved in ctx.saved_tensors)
-        return x_grad, weight_grad, None, None, None
+        grads = (x if x is None else _scaled(x, grad, ctx.dtype) for x in ctx.saved_tensors)
+        return *grads, None, None, None
 
 
 def _scaled(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,8 @@ def build_optimizer(
     """
     kinds: list[tuple[tuple, list[_RecipeOfParameter]]] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         recipe = recipe_of_parameter(name, parameter.shape, config, facts)
         _members_of(kinds, (recipe.optimizer_class, recipe.options)).append(
             (name, parameter, recipe)

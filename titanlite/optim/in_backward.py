@@ -28,7 +28,7 @@ class OptimizerInBackward:
             for parameter in group["params"]
         }
         self._parameters = list(model.parameters())
-        for parameter in self._parameters:
+        for parameter in self._optimizer_and_group_of:
             # FSDP2 calls these hooks too, after it has reduced the gradient of a shard.
             parameter.register_post_accumulate_grad_hook(self._step)
 

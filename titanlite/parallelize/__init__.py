@@ -39,6 +39,7 @@ from titanlite.parallelize.float8 import (
     select_linear_styles,
 )
 from titanlite.parallelize.fsdp import FSDPPolicy, apply_fsdp
+from titanlite.parallelize.lora import LoraConfig, add_adapters
 from titanlite.parallelize.pipeline import build_stage_modules
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.tensor import apply_tensor_parallel
@@ -64,6 +65,7 @@ class ModelTransforms:
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     param_dtype: torch.dtype = torch.float32  # weights, gradients; state: see optimizer.state_dtype
     compute_dtype: torch.dtype = torch.float32  # weights and activations in forward and backward
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
@@ -125,6 +127,7 @@ def parallelize(
         output.config = transforms.loss
     for router in find_routers(model):
         router.set_balancing(transforms.load_balancing)
+    adapted = transforms.lora.select(model)  # before TP, which replaces classes
     # before TP, which has styles for Float8 linears
     convert_to_float8(model, transforms.float8, transforms.compile)
     linear_styles_of = select_linear_styles(transforms.float8)
@@ -135,6 +138,8 @@ def parallelize(
     apply_expert_parallel(model, mesh)  # with TP: both replace parameters by shards
     tied = pairs_inside(model, spec.tied_parameters(sizes))
     tie_parameters(model, tied)  # TP replaced both parameters of a tied pair
+    if transforms.lora.rank:  # after TP, whose shards of a weight decide those of its adapter
+        add_adapters(model, adapted, transforms.lora, transforms.param_dtype)
     pattern = spec.attention_pattern
     set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
     if transforms.linear_backend == "fla":
@@ -221,6 +226,7 @@ def build_parallel_modules(
     pp_rank = layout.mesh.pp.get_local_rank()
     model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
     for stage_module in stage_modules.values():
-        stage_module.to(transforms.param_dtype)
+        frozen = torch.bfloat16 if transforms.lora.base_dtype else transforms.param_dtype
+        stage_module.to(frozen)
         parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
     return ParallelModules(spec, sizes, layout, transforms, model, stage_modules)

@@ -53,7 +53,7 @@ def apply_fsdp(
     """Shard `before` as one group, each block, `after` as one group, then all remaining parameters.
 
     `experts`: those of blocks that are sharded over ranks of their own, as groups of their own.
-    Parameters that need not be sharded, moved or cast stay as they are.
+    Parameters that need not be sharded, moved or cast stay as they are, frozen ones each by itself.
     """
 
     def needs_fsdp(parameters: set[nn.Parameter], ranks: DeviceMesh) -> bool:
@@ -63,6 +63,7 @@ def apply_fsdp(
     of_experts = {p for module in experts.values() for p in module.parameters()}
     plain = set() if needs_fsdp(of_experts, mesh.experts.fsdp) else of_experts
     experts = {} if plain else experts
+    plain |= {p for p in model.parameters() if not (p.requires_grad or needs_fsdp({p}, mesh.fsdp))}
     if not (experts or needs_fsdp(set(model.parameters()) - plain, mesh.fsdp)):
         return
     cuda = mesh.fsdp.device_type == "cuda"
@@ -144,7 +145,7 @@ class GradientSums:
     def __init__(self, models: Iterable[nn.Module]):
         self._completes = False  # whether the next backward makes the sums gradients
         self._sums: dict[nn.Parameter, Tensor | None] = {}
-        for parameter in (p for model in models for p in model.parameters()):
+        for parameter in (p for model in models for p in model.parameters() if p.requires_grad):
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             if mesh is None or FSDP_DIMENSIONS.isdisjoint(mesh.mesh_dim_names or ()):
                 self._sums[parameter] = None

@@ -102,6 +102,8 @@ class TiedCopy:
     @torch.no_grad()
     def reduce_gradient(self) -> None:
         """Add the copy's gradient to the parameter's, and free it; both ranks must call it."""
+        if any(p is not None and not p.requires_grad for p in (self.parameter, self.copy)):
+            return  # frozen
         if self.parameter is not None:
             total = local_shard(_gradient(self.parameter))
             if self.copy is not None:

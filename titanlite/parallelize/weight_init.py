@@ -31,7 +31,9 @@ INIT_ROLE_NAMES = (  # of parameters, in ModelSpec.init_roles
     "ones",
     "zeros",
     "decay",  # logarithm of the rate at which a head of linear attention forgets
+    "adapter",  # the first matrix of an adapter, by its width
 )
+ADAPTER_ROLES = {"*.lora_a": "adapter", "*.lora_b": "zeros"}  # of every family
 EMBEDDING = "tok_embeddings.weight"
 SCALED_BY_BLOCK = ("*.wo.weight", "*.w[23]*", "*.router.gate.weight")  # in torchtitan
 
@@ -60,7 +62,7 @@ def init_weights(
     for a parameter whose role is missing or unknown.
     """
     for name, parameter in model.named_parameters():
-        role = first_match(spec.init_roles, name)
+        role = first_match({**ADAPTER_ROLES, **spec.init_roles}, name)
         factor = widths[name].init_factor if widths else 1.0
         if role not in INIT_ROLE_NAMES:
             shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
@@ -75,6 +77,8 @@ def init_weights(
         elif role == "decay":
             _fill_normal(parameter, name, seed, Normal(1.0, "kept"))
             _to_log_of_uniform(local_shard(parameter), 16.0)
+        elif role == "adapter":  # with the variance of peft's uniform distribution
+            _fill_normal(parameter, name, seed, Normal((3 * parameter.shape[1]) ** -0.5))
         elif like_torchtitan:
             _fill_normal(parameter, name, seed, _torchtitan_normal(name, spec, sizes))
         else:
