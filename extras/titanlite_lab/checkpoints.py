@@ -72,10 +72,7 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
     It is for `checkpoint.initial_load_path` and for generating text; a tokenizer.json is copied.
     Raises CheckpointError.
     """
-    if out.sizes() or out.folders():
-        raise CheckpointError(
-            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
-        )
+    check_empty(out)
     source, started = open_hugging_face(folder), time.monotonic()
     tokenizer = _open_tokenizer_if_valid(folder)
     properties: dict[str, Any] = {"model": dataclasses.asdict(source.sizes)}
@@ -88,7 +85,7 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
             step=0,
             progress={},
             facts=properties,
-            job=_job_of(source, tokenizer),
+            job=job_of_folder(source, tokenizer),
             layout="one process",
             files=files
             | write_small_files(out, {**(tokenizer.files if tokenizer else {}), **facts}),
@@ -120,10 +117,7 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     and stored in fp32, one tensor at a time; job, tokenizer and step are those of the last
     checkpoint. Returns what was averaged. Raises CheckpointError, also if the models differ.
     """
-    if out.sizes() or out.folders():
-        raise CheckpointError(
-            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
-        )
+    check_empty(out)
     started = time.monotonic()
     saved = [(folder, read_checkpoint_manifest(folder)) for folder in sources]
     models = [describe_saved_model(*pair) for pair in saved]
@@ -172,6 +166,14 @@ def average_checkpoints(sources: Sequence[StorageFolder], out: StorageFolder) ->
     return f"the average in {last}" if part == "average" else several
 
 
+def check_empty(out: StorageFolder) -> None:
+    """Raise CheckpointError if a new folder exists."""
+    if out.sizes() or out.folders():
+        raise CheckpointError(
+            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
+        )
+
+
 def _check_averaged(
     saved: Sequence[tuple[StorageFolder, CheckpointManifest]], part: str, names: Iterable[str]
 ) -> None:
@@ -184,7 +186,7 @@ def _check_averaged(
                 raise CheckpointError(f"{folder}: {part}.{name} is missing or has another shape.")
 
 
-def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def job_of_folder(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The settings of the model, all of whose sizes are set, and the tokenizer's name."""
     flavor = next(iter(source.spec.flavors))
     settings = {"name": source.spec.name, "flavor": flavor, **dataclasses.asdict(source.sizes)}

@@ -32,6 +32,12 @@ OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; other
 def workload_of(job: Job) -> Workload:
     """One step of a job, after training.batch_size_ramp. Raises ConfigError."""
     config = job.config
+    if config.lora.rank:
+        raise ConfigError(
+            f"planner: lora.rank = {config.lora.rank}: the formulas are for models that train all"
+            " weights.",
+            fix="Use python -m titanlite_planner dry-run, which runs the adapters.",
+        )
     for section in ("optimizer", "activation_checkpoint"):
         options = getattr(config, section)
         if options.offload and options.offload_folder:

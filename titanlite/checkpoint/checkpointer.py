@@ -61,7 +61,12 @@ from titanlite.storage import StorageFolder
 # run earlier, after one unit, because it can name the rank that hangs; a process group cannot.
 GROUP_TIMEOUT_FACTOR = 2
 
-BASE = "base_weights"  # the job property: a hash of the frozen weights
+BASE = "base_weights"  # the job property: `hash_of_base` of the frozen weights
+
+
+def hash_of_base(hashes: Iterable[str]) -> str:
+    """One hash of those of the files of a Hugging Face folder, or of a checkpoint's tensors."""
+    return xxhash.xxh3_128_hexdigest(" ".join(sorted(hashes)).encode())
 
 
 @dataclass(frozen=True)
@@ -371,8 +376,7 @@ class Checkpointer:
         found, state = find_initial(self.config, self.group), {"model": weights}
         if found.manifest is None:
             source = self._load_hugging_face(found.folder, state, required)
-            files = {place.file for t in source.tensors.values() for place in t.locations}
-            own = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+            own = source.files[dist.get_rank() :: dist.get_world_size()]
             own_hashes = run_on_all_ranks(lambda: [*map(found.folder.hash_of, own)])
             hashes = [*chain.from_iterable(gather_from_all_ranks(own_hashes, self.group))]
         else:
@@ -380,8 +384,8 @@ class Checkpointer:
             facts, tensors = found.manifest.facts, found.manifest.tensors
             check_job_properties(found.folder, facts, required, model_only=True, allowed=allowed)
             read_tensors(found.folder, state, self.group)
-            hashes = [f"{n} {t.hash}" for n, t in tensors.items() if n.startswith("model.")]
-        self.properties[BASE] = xxhash.xxh3_128_hexdigest(" ".join(sorted(hashes)).encode())
+            hashes = [tensor.hash for tensor in tensors.values()]
+        self.properties[BASE] = hash_of_base(hashes)
 
     def _read_tensors(self, found: FoundCheckpoint, state: State) -> None:
         if found.memory is None or found.manifest is None:

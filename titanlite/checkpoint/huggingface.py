@@ -88,6 +88,11 @@ class HuggingFaceFolder:
     sizes: ModelSizes  # the dataclass of the model family
     tensors: dict[str, StoredParameter]  # by titanlite's parameter names
 
+    @property
+    def files(self) -> list[str]:
+        """The files of the tensors."""
+        return sorted({at.file for each in self.tensors.values() for at in each.locations})
+
     def read(
         self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
     ) -> Tensor:

@@ -68,16 +68,7 @@ def describe_saved_model(
 
     Raises CheckpointError, before anything is built, unless all its tensors are in the checkpoint.
     """
-    table = manifest.job.get("model")
-    model, problems = build_dataclass(ModelConfig, table if isinstance(table, dict) else {})
-    if problems or not isinstance(table, dict):
-        reason = "; ".join(problem.message for problem in problems) or "it has no model section"
-        raise _invalid_job(folder, reason)
-    spec = FAMILIES[model.name]
-    try:
-        sizes = spec.sizes_of(model)
-    except ConfigError as error:
-        raise _invalid_job(folder, error.message) from None
+    spec, sizes = read_saved_sizes(folder, manifest)
     if manifest.facts.get("lora"):
         raise CheckpointError(
             f"{folder}: has only the adapters of LoRA, not the model.",
@@ -94,6 +85,23 @@ def describe_saved_model(
             f"{folder}: {len(wrong)} tensors of the model that it describes are missing or"
             f" have another shape: {', '.join(wrong[:4])}."
         )
+    return spec, sizes
+
+
+def read_saved_sizes(
+    folder: StorageFolder, manifest: CheckpointManifest
+) -> tuple[ModelSpec, ModelSizes]:
+    """The family and sizes in a manifest; raises CheckpointError if they are not valid."""
+    table = manifest.job.get("model")
+    model, problems = build_dataclass(ModelConfig, table if isinstance(table, dict) else {})
+    if problems or not isinstance(table, dict):
+        reason = "; ".join(problem.message for problem in problems) or "it has no model section"
+        raise _invalid_job(folder, reason)
+    spec = FAMILIES[model.name]
+    try:
+        sizes = spec.sizes_of(model)
+    except ConfigError as error:
+        raise _invalid_job(folder, error.message) from None
     return spec, sizes
 
 

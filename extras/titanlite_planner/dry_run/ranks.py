@@ -250,7 +250,7 @@ class _RankRun:
 
 def _allocate_state(state: TrainState, recorder: StepRecorder) -> None:
     """Take an optimizer step with zero gradients, after which its state exists."""
-    for parameter in state.model.parameters():
+    for parameter in (p for p in state.model.parameters() if p.requires_grad):
         parameter.grad = torch.zeros_like(parameter)
     with recorder.labelled("optimizer state"):
         state.optimizer.step()

@@ -23,8 +23,8 @@ def report_dry_run(job: Job) -> Iterator[str]:
     ranks = pluralize(job.degrees.ranks, "rank")
     yield f"dry run: {job.degrees}, {ranks}; bytes are those of one rank, in eager mode and without"
     yield "the allocator's overhead"
-    if not any(block.state for block in job.spec.counts(job.sizes).blocks):
-        # of linear attention, the formulas know nothing
+    if not (job.config.lora.rank or any(b.state for b in job.spec.counts(job.sizes).blocks)):
+        # of adapters and linear attention, the formulas know nothing
         yield describe_recomputation(dataclasses.replace(workload_of(job), compiled=False))
     steps: list[RankStep] = []
     for step in dry_run(job):
