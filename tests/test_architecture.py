@@ -102,6 +102,8 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",
     "titanlite/models/moe.py: ctx.compiled": "autograd context",
+    "titanlite/parallelize/lora.py: ctx.quantised": "autograd context",
+    "titanlite/parallelize/lora.py: layer.weight": "module transformation",
     "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",
     "titanlite/parallelize/context_delta.py: ctx.group_name": "autograd context",
     # gradients and parameter groups are public attributes of torch tensors and optimizers

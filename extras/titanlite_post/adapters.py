@@ -154,7 +154,7 @@ def from_peft(folder: StorageFolder, base: StorageFolder, out: StorageFolder) ->
         files={},
         tensors={},
     )
-    _write_weights(out, manifest, tensors, tensors.__getitem__)
+    _write_adapted(out, manifest, tensors, tensors.__getitem__)
     return len(layers)
 
 
@@ -192,7 +192,7 @@ def merge(folder: StorageFolder, base: StorageFolder, out: StorageFolder) -> Non
     files = {name: folder.read(name) for name in kept}
     manifest = dataclasses.replace(saved.manifest, facts=facts, progress={}, lease=0)
     meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    _write_weights(out, manifest, meta, merged, files)
+    _write_adapted(out, manifest, meta, merged, files)
 
 
 def _peft_layers(spec: ModelSpec, sizes: ModelSizes) -> dict[str, str]:
@@ -205,7 +205,7 @@ def _peft_layers(spec: ModelSpec, sizes: ModelSizes) -> dict[str, str]:
     }
 
 
-def _write_weights(
+def _write_adapted(
     out: StorageFolder,
     manifest: CheckpointManifest,
     tensors: Mapping[str, Tensor],

@@ -18,6 +18,7 @@ from tests.distributed.balanced import ReferenceBalancing
 from tests.distributed.moe_family import MOE_FAMILY
 from titanlite.data import SourceConfig, open_sample_stream, rank_slices
 from titanlite.distributed import disk_memory
+from titanlite.distributed.collectives import local_shard
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.elastic.rows import RankSlice, rank_rows, read_with_idle
 from titanlite.labels import DOCUMENT_END as PACKED_END
@@ -46,7 +47,7 @@ from titanlite.parallelize import (
 )
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
-from titanlite.parallelize.lora import LoraConfig
+from titanlite.parallelize.lora import ROW_BYTES, LoraConfig, pack, unpack, unpacked
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.parallelize.stage_partition import balance_stages
@@ -208,6 +209,7 @@ class Recipe:
     mup_base: BaseWidths | None = None
     balancing: LoadBalancing = NO_BALANCING  # of experts
     adapters: str = ""  # name pattern of the layers that have them; empty: train all weights
+    base_dtype: Any = None  # of the frozen weights
     compare_tensors: bool | None = None  # gradients and weights; None: under SGD
 
     @property
@@ -231,7 +233,7 @@ class Recipe:
 
     @property
     def lora(self) -> LoraConfig:
-        return LoraConfig(3 if self.adapters else 0, 6.0, [self.adapters])
+        return LoraConfig(3 if self.adapters else 0, 6.0, [self.adapters], self.base_dtype)
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch
@@ -345,6 +347,8 @@ def one_process(recipe: Recipe) -> Record:
     if recipe.lora.rank:
         add_reference_adapters(model, recipe.lora)
     init_weights(model, recipe.spec, recipe.sizes, SEED, recipe.widths)
+    if recipe.base_dtype:
+        round_base(model, recipe.base_dtype)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     balancing = ReferenceBalancing(model, recipe.balancing)
@@ -384,7 +388,8 @@ def one_process(recipe: Recipe) -> Record:
         raise CloseScoresError(f"{balancing.closest}: rounding could select other experts")
     record.loads = balancing.loads
     tensors = [*model.named_parameters(), *expert_biases(model)]
-    record.weights = {name: tensor.detach().clone() for name, tensor in tensors}
+    kept = [(n, t) for n, t in tensors if t.requires_grad or not recipe.base_dtype]
+    record.weights = {name: tensor.detach().clone() for name, tensor in kept}
     states = {name: optimizer.state[p] for name, p in model.named_parameters()}
     record.weights |= {f"{n}.hessian": s["hessian"] for n, s in states.items() if "hessian" in s}
     return record
@@ -402,6 +407,30 @@ def add_reference_adapters(model, config: LoraConfig) -> None:
                 out + config.alpha / config.rank * (x[0] @ layer.lora_a.T @ layer.lora_b.T)
             )
         )
+
+
+@torch.no_grad()
+def round_base(model, base_dtype: str) -> None:
+    """Round the frozen weights as they are stored."""
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            weight.copy_(weight.bfloat16())
+            is_target = hasattr(model.get_submodule(name.rpartition(".")[0]), "lora_a")
+            if base_dtype in ROW_BYTES and is_target and weight.dim() == 2:
+                weight.copy_(unpack(pack(weight, base_dtype), base_dtype, weight.dtype))
+
+
+@torch.no_grad()
+def load_packed(model, recipe: Recipe) -> None:
+    """Give quantised weights the values that they have in one process."""
+    weights = {n: p for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    plain = recipe.spec.build(recipe.sizes)
+    init_weights(plain, recipe.spec, recipe.sizes, SEED)
+    with unpacked(weights, recipe.base_dtype):
+        for name, weight in weights.items():
+            _, offset, local = shard_and_offset(weight)
+            region = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+            local_shard(weight).copy_(plain.get_parameter(name)[region])
 
 
 ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of some rows only
@@ -534,7 +563,9 @@ def build_parallel(
     modules = build_parallel_modules(
         recipe.spec, sizes, parallel_layout, replace(base, **transforms)
     )
-    return modules.materialize(CPU, SEED, recipe.widths), parallel_layout
+    sharded = modules.materialize(CPU, SEED, recipe.widths)
+    load_packed(sharded.model, recipe)
+    return sharded, parallel_layout
 
 
 def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
@@ -638,7 +669,8 @@ def run_until(
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU).loss)
     for hook in hooks:
         hook.remove()
-    record.weights = {name: shard_and_offset(p) for name, p in named}
+    kept = [(n, p) for n, p in named if p.requires_grad or not recipe.base_dtype]
+    record.weights = {name: shard_and_offset(p) for name, p in kept}
     record.weights |= {
         f"{name}.hessian": shard_and_offset(state.optimizer.state[p]["hessian"])
         for name, p in named

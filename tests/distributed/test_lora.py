@@ -16,6 +16,7 @@ from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.errors import UserError
 from titanlite.job import read_job
+from titanlite.parallelize.lora import CODEBOOKS, ROW_BYTES, pack, unpack
 from titanlite.storage import StorageFolder
 
 
@@ -89,6 +90,35 @@ def test_a_killed_run_resumes_under_another_layout_and_a_changed_base_is_refused
         assert "differs from this job: base_weights" in run.output
 
 
+def test_a_quantised_base_is_read_under_every_layout(tmp_path, run_toml):
+    sizes = {"model__dim": 64, "model__hidden_dim": 128}
+    base = save_base(tmp_path / "base", run_toml, **sizes)
+    argv = adapters(run_toml, base, training__steps=3, lora__base_dtype="nf4", **sizes)
+    train(1, tmp_path / "one", *argv)
+    train(2, tmp_path / "two", *argv)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    plain = adapters(run_toml, base, training__steps=3, lora__base_dtype="bfloat16", **sizes)
+    train(1, tmp_path / "plain", *plain)
+    assert losses(tmp_path / "plain") != pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("nf4", 0.16), ("int4", 0.08), ("float8", 0.04)])
+def test_a_quantised_weight_has_the_nearest_codes(name, largest):
+    """`largest`: half of the largest distance of codes, in units of the largest weight of 64."""
+    weight = torch.randn(8, 192, generator=torch.Generator().manual_seed(0))
+    weight[0, :64] = 0.0
+    packed = pack(weight, name)
+    rounded = unpack(packed, name, torch.float32)
+    assert packed.dtype == torch.uint8 and packed.shape == (8, 3 * ROW_BYTES[name])
+    scale = weight.unflatten(1, (3, 64)).abs().amax(-1, keepdim=True).expand(-1, -1, 64).flatten(1)
+    assert ((rounded - weight).abs() <= largest * scale).all()
+    if name in CODEBOOKS:
+        book = torch.tensor(CODEBOOKS[name])
+        nearest = (weight.unsqueeze(-1) - book * scale.unsqueeze(-1)).abs().amin(-1)
+        torch.testing.assert_close((rounded - weight).abs(), nearest)
+    assert torch.equal(unpack(pack(rounded, name), name, torch.float32), rounded)
+
+
 class MatmulShapes(TorchDispatchMode):
     """Records the shapes of the results of all matmuls."""
 
@@ -131,6 +161,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
         ({"checkpoint__last_save_in_hf": "true"}, "checkpoints have only the adapters"),
         ({"optimizer__name": "Muon", "optimizer__muon_per_head": "true"}, "muon_per_head has no"),
         ({"quantize__linear__float8__recipe_name": "rowwise"}, "recipe_name has no rule"),
+        ({"lora__base_dtype": "nf4"}, "a rank has 32 columns of layers.0.attention.wq"),
         (
             {"lora__targets": '["layers.0.*"]', "parallelism__pipeline_parallel_degree": 2},
             "no layer of pipeline stage 1",

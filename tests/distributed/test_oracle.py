@@ -64,6 +64,7 @@ SOPHIA = replace(
     lr=0.05,
     options=(STABLE, ("gamma", 10.0), ("hessian_frequency", 2), ("beta2", 0.5)),
 )
+WIDE = replace(SIZES, dim=128, hidden_dim=128)  # two tensor ranks have whole blocks of a scale
 RECIPES = {
     "SGD": LONG,
     "AdamW, clipped": replace(ADAMW, batch=12, seq_len=24),
@@ -114,6 +115,16 @@ RECIPES = {
     "adapters, experts": with_adapters(SOFTMAX),
     "adapters, Muon": with_adapters(replace(MUON, options=(STABLE,), compare_tensors=False)),
     "adapters, further tokens": with_adapters(FURTHER_TOKENS),
+    "bf16 base": replace(with_adapters(SHORT), base_dtype="bfloat16"),
+    **{
+        f"{name} base": replace(with_adapters(SHORT), base_dtype=name, sizes=WIDE)
+        for name in ("nf4", "int4", "float8")
+    },
+    "nf4 base, biases": replace(
+        with_adapters(recipe_of("gpt2")),
+        base_dtype="nf4",
+        sizes=replace(recipe_of("gpt2").sizes, dim=128, hidden_dim=128),
+    ),
     "adapters, gpt_oss": with_adapters(recipe_of("gpt_oss")),
     "adapters, qwen3_next": with_adapters(recipe_of("qwen3_next")),
     # with idle sequences; SGD has 18 sequences in the last step
@@ -256,6 +267,8 @@ shard=2,accumulate=3; replicate=2; tensor=2; context=2; tensor=2,recompute=full
     ; [adapters, tied embeddings] pipeline=2,microbatch=3; tensor=2
     ; [adapters, experts] shard=2,expert=2; tensor=2,expert=2; context=2,expert=2
     ; [adapters, Muon] shard=2; tensor=2
+    ; [bf16 base + nf4 base] shard=2; tensor=2,recompute=full; pipeline=2,microbatch=3
+    ; [int4 base + float8 base + nf4 base, biases] tensor=2
     ; [adapters, further tokens] tensor=2; pipeline=2,microbatch=3
     ; [adapters, gpt_oss + adapters, qwen3_next] tensor=2; shard=2; context=2
 shard=2,tensor=2; tensor=4; replicate=2,shard=2; pipeline=2,tensor=2,microbatch=3

@@ -108,7 +108,10 @@ class Guard(StepGuard):
 
         An update can overflow though its gradient is finite.
         """
-        norms = torch.stack(shard_norms(list(self._run.state.model.parameters())))
+        parameters = self._run.state.model.parameters()
+        # a quantised weight, which has no norm, does not change
+        checked = [p if p.requires_grad else torch.zeros(1, device=p.device) for p in parameters]
+        norms = torch.stack(shard_norms(checked))
         own = self._search.nonfinite_parameter(norms)
         if not self._tree.max([own.strength > (0,)])[0]:
             return False

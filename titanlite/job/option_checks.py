@@ -26,7 +26,7 @@ from titanlite.optim.recipe import matches_any
 from titanlite.parallelize.expert import check_expert_parallel, weight_shards
 from titanlite.parallelize.float8 import FLOAT8_FALLBACK_SINCE, Gpu, check_float8
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
-from titanlite.parallelize.lora import LoraConfig, linear_layers
+from titanlite.parallelize.lora import SCALED, LoraConfig, linear_layers
 from titanlite.settings import format_value
 
 
@@ -94,6 +94,7 @@ def check_sharded_options(
     """Yield the problems of the options of the model under the degrees of parallelism."""
     yield from _check_float8_sizes(config, sizes, degrees)
     yield from check_expert_parallel(degrees, spec.experts(sizes))
+    yield from _check_packed_rows(config, spec, sizes, degrees)
     yield from _check_quantisation_blocks(spec, sizes, degrees, config.optimizer.state_dtype)
 
 
@@ -156,6 +157,23 @@ def _check_float8_sizes(
         sequences = config.parallelism.pipeline_parallel_microbatch_size
     tokens = sequences * training.seq_len // degrees.context
     yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
+
+
+def _check_packed_rows(
+    config: JobConfig, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[ConfigError]:
+    """Reject frozen weights whose rows on a rank are not whole blocks of one scale."""
+    with torch.device("meta"):
+        model = spec.build(sizes)
+    shards = weight_shards(model, spec, sizes, degrees)
+    for name in config.lora.select(model) if config.lora.quantised else ():
+        if (width := shards[f"{name}.weight"][1]) % SCALED:
+            yield ConfigError(
+                f'lora.base_dtype = "{config.lora.base_dtype}": a rank has {width} columns of'
+                f" {name}, which is not a multiple of {SCALED}, the values with one scale.",
+                fix='Use base_dtype = "bfloat16", or another parallelism.tensor_parallel_degree.',
+            )
+            return
 
 
 def _check_quantisation_blocks(

@@ -18,6 +18,7 @@ from titanlite.job.data import log_mixture, open_job_stream, open_job_tokenizer
 from titanlite.job.job import Job
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks, ThroughputMeter, build_meter
+from titanlite.parallelize.lora import unpacked
 from titanlite.runtime import RunFolderLock
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.weight_average import average_of
@@ -88,7 +89,9 @@ def load_start(
 ) -> None:
     """Load the checkpoint that was found; with adapters, first the frozen weights it lacks."""
     if job.config.lora.rank:
-        checkpointer.load_base(frozen_weights(state.model), job.properties_to_check(stream))
+        weights = frozen_weights(state.model)
+        with unpacked(weights, job.config.lora.quantised):
+            checkpointer.load_base(weights, job.properties_to_check(stream))
         found = None if found and found.initial else found  # it was the base
     if found:
         restore(job, checkpointer, state, stream, found)

@@ -57,7 +57,7 @@ def apply_fsdp(
     """
 
     def needs_fsdp(parameters: set[nn.Parameter], ranks: DeviceMesh) -> bool:
-        casts = any(p.dtype != policy.compute_dtype or _to_float8(p) for p in parameters)
+        casts = any(_is_cast(p, policy.compute_dtype) for p in parameters)
         return ranks.size() > 1 or policy.offload or casts
 
     of_experts = {p for module in experts.values() for p in module.parameters()}
@@ -103,10 +103,11 @@ def apply_fsdp(
     _prefetch_next_group([[g[0], *(experts[m] for m in g if m in experts)] for g in groups])
 
 
-def _to_float8(parameter: nn.Parameter) -> bool:
-    """Whether it is gathered in Float8; `local_shard` would unwrap torchao's tensor."""
+def _is_cast(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Whether it is gathered in another dtype; `local_shard` would unwrap torchao's tensor."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return hasattr(local, "fsdp_pre_all_gather")
+    differs = parameter.is_floating_point() and parameter.dtype != dtype
+    return differs or hasattr(local, "fsdp_pre_all_gather")
 
 
 def _place_shards(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:

@@ -85,8 +85,9 @@ def distribute_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
     """Replace a parameter by a DTensor; no rank sends its values."""
-    dtensor = distribute_tensor(module.get_parameter(name), mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(dtensor))
+    plain = module.get_parameter(name)
+    dtensor = distribute_tensor(plain, mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(dtensor, plain.requires_grad))
 
 
 def normalize_locally(norm: nn.RMSNorm | nn.LayerNorm, tp: DeviceMesh, x: Tensor) -> Tensor:

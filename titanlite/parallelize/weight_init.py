@@ -62,6 +62,8 @@ def init_weights(
     for a parameter whose role is missing or unknown.
     """
     for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue  # quantised, from a checkpoint
         role = first_match({**ADAPTER_ROLES, **spec.init_roles}, name)
         factor = widths[name].init_factor if widths else 1.0
         if role not in INIT_ROLE_NAMES:
