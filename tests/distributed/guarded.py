@@ -19,6 +19,7 @@ from titanlite.errors import UserError
 from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
 from titanlite.guard.policy import GuardConfig
+from titanlite.job.actions import log_overflows
 from titanlite.optim import LossScale
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.training import periodic
@@ -142,7 +143,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
             mesh, case.recipe.max_norm, judge=judge.judge if judge else None
         ),
         guard=StepGuard(),
-        actions=(periodic.log_overflows(state, sinks), act),  # type: ignore[arg-type]
+        actions=(log_overflows(state, sinks), act),  # type: ignore[arg-type]
         checkpointer=no_saves,  # type: ignore[arg-type]
         throughput=throughput,  # type: ignore[arg-type]
         sinks=sinks,  # type: ignore[arg-type]

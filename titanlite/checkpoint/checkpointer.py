@@ -374,6 +374,7 @@ class Checkpointer:
         Checkpoints do not keep them, so this is done at every start, and before `load`.
         """
         found, state = find_initial(self.config, self.group), {"model": weights}
+        assert found is not None, "checks of the job refuse adapters without it"
         if found.manifest is None:
             source = self._load_hugging_face(found.folder, state, required)
             own = source.files[dist.get_rank() :: dist.get_world_size()]

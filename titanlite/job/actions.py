@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from titanlite.data import SampleStream, ValidationSet
+from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.distributed.process_group import set_collective_timeouts
 from titanlite.guard.handler import Guard
 from titanlite.guard.judge import StepJudge
@@ -18,7 +20,7 @@ from titanlite.job.start import restore
 from titanlite.log import logger
 from titanlite.meters import METERS
 from titanlite.meters.metered_run import MeteredRun
-from titanlite.metrics import Profiler
+from titanlite.metrics import MetricSinks, Profiler
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.compile import describe_compilation
 from titanlite.runtime import RunFolderLock
@@ -26,7 +28,9 @@ from titanlite.runtime.membership import Members
 from titanlite.training import periodic
 from titanlite.training.hessian import hessian_hooks
 from titanlite.training.memory_actions import memory_checkpoints
+from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
+from titanlite.training.state import TrainState
 from titanlite.training.validation import (
     ValidationResults,
     run_validation,
@@ -120,7 +124,7 @@ def add_periodic_actions(
 
     validation = run_validation(validate_all, sinks, config.validation.freq, run.training.steps)
     actions = (
-        periodic.log_overflows(state, sinks),
+        log_overflows(state, sinks),
         periodic.log_metrics(state, run.throughput, sinks, config.metrics.log_freq),
         *(build(job, run) for build in ACTIONS.values()),
         periodic.report_finished_save(run.checkpointer, sinks),
@@ -133,6 +137,26 @@ def add_periodic_actions(
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
     )
     return dataclasses.replace(run, actions=(*run.actions, *actions))
+
+
+def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
+    """Write an event for each step that was skipped because float16 gradients overflowed."""
+    names = [name for name, _ in state.model.named_parameters()]
+
+    def write(info: StepInfo) -> None:
+        assert state.loss_scale is not None
+        norms = zip(names, info.result.own_norms.tolist(), strict=True)
+        own = next((name for name, norm in norms if not math.isfinite(norm)), None)
+        parameters = gather_from_all_ranks(own)
+        rank = next((rank for rank, name in enumerate(parameters) if name), None)
+        fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
+        fields |= {"rank": rank, "parameter": "" if rank is None else parameters[rank]}
+        sinks.event(info.step, "step_skipped", **fields)
+
+    def is_due(info: StepInfo) -> bool:
+        return info.result.overflowed
+
+    return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
 def validate_sets(

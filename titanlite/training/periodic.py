@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from titanlite.checkpoint import Checkpointer, SaveRequest, SaveResult
-from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
@@ -95,26 +93,6 @@ def log_metrics(
             sinks.event(info.step, "mtp_losses", **{f"depth_{n}": x for n, x in losses.items()})
 
     return PeriodicAction("log", every_logged_step(freq), write, needs_accepted=True)
-
-
-def log_overflows(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
-    """Write an event for each step that was skipped because float16 gradients overflowed."""
-    names = [name for name, _ in state.model.named_parameters()]
-
-    def write(info: StepInfo) -> None:
-        assert state.loss_scale is not None
-        norms = zip(names, info.result.own_norms.tolist(), strict=True)
-        own = next((name for name, norm in norms if not math.isfinite(norm)), None)
-        parameters = gather_from_all_ranks(own)
-        rank = next((rank for rank, name in enumerate(parameters) if name), None)
-        fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
-        fields |= {"rank": rank, "parameter": "" if rank is None else parameters[rank]}
-        sinks.event(info.step, "step_skipped", **fields)
-
-    def is_due(info: StepInfo) -> bool:
-        return info.result.overflowed
-
-    return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
 def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from titanlite.checkpoint import find_initial
+from titanlite.checkpoint.model_state import frozen_weights
 from titanlite.data import SAMPLE_FORMATS
 from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import ConfigError, UserError
@@ -94,8 +95,10 @@ def build_reference(run: Run, parts: RunParts) -> Engine:
     """A second model with the initial weights of the run."""
     job = parts.job
     sharded = build_model(job, parts.layout, parts.rank)  # with the weights that debug.seed draws
-    if found := find_initial(job.config.checkpoint, run.checkpointer.group):
-        required = job.properties_to_check(parts.stream)
+    required = job.properties_to_check(parts.stream)
+    if job.config.lora.rank:
+        run.checkpointer.load_base(frozen_weights(sharded.model), required)
+    elif found := find_initial(job.config.checkpoint, run.checkpointer.group):
         run.checkpointer.load(found, sharded.model, (), required)
     return build_run_engine(dataclasses.replace(parts, sharded=sharded))
 
