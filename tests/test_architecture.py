@@ -98,6 +98,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/checkpoint/tensor_writer.py: metadata.storage_data": "field of DCP's metadata",
     # torch.autograd.Function saves non-tensors as attributes of its context
     "titanlite/kernels/documents.py: ctx.options": "autograd context",
+    "titanlite/kernels/grouped.py: ctx.cast": "autograd context",
     "titanlite/models/decoder.py: ctx.vocab_size": "autograd context",
     "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",

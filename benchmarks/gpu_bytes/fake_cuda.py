@@ -62,6 +62,15 @@ NONDETERMINISTIC = {
 }
 INDEXING = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
+GROUPED_FLOAT8 = "aten::_scaled_grouped_mm_v2"  # F.scaled_grouped_mm
+if not torch._C._dispatch_has_kernel_for_dispatch_key(GROUPED_FLOAT8, "Meta"):  # in torch 2.13
+
+    @torch.library.register_fake(GROUPED_FLOAT8)
+    def _(*operands, **options):
+        """Checks sizes and strides, as the operator of one scale for each row does."""
+        x, weight, (x_scales,), _, _, (weight_scales,), _, _, offs, *_ = operands
+        return aten._scaled_grouped_mm(x, weight, x_scales, weight_scales, offs)
+
 
 @dataclass
 class Trace:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 MATMULS = {"mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "grouped_matmul"}
+MATMULS |= {"_scaled_grouped_mm_v2"}
 
 
 class Matmul(NamedTuple):

@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from titanlite.kernels.grouped import grouped_matmul, has_grouped_kernel, row_groups
+from titanlite.kernels.grouped import (
+    FLOAT8_CAPABILITY,
+    Float8Cast,
+    grouped_matmul,
+    grouped_matmuls,
+    has_grouped_kernel,
+    row_groups,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -42,3 +49,27 @@ def test_the_grouped_kernel_is_a_matmul_per_expert(name):
         close(own_out, own_x @ weight[expert].float().T)
         close(own_x_grad, own_grad @ weight[expert].float())
         close(weight_grad[expert].float(), own_grad.T @ own_x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_float8_kernel_computes_what_emulation_computes(name, compiled):
+    """They round the same operands; the sums of forward may have less precision than fp32."""
+    if torch.cuda.get_device_capability() != FLOAT8_CAPABILITY:
+        pytest.skip("this GPU has no grouped kernel of Float8")
+    torch.manual_seed(0)
+    counts = torch.tensor(COUNTS[name], device="cuda")
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    x = draw(int(counts.sum()), 256, requires_grad=True)
+    weights = [draw(len(counts), n, 256, requires_grad=True) for n in (128, 48)]
+    grads, groups = [draw(len(x), n) for n in (128, 48)], row_groups(counts, x, *weights)
+    results = []
+    for cast in (Float8Cast(emulate=False), Float8Cast(emulate=True)):
+        if compiled:
+            cast.compile(partial(torch.compile, fullgraph=True))
+        outs = grouped_matmuls(x, tuple(weights), groups, cast)
+        results.append([*outs, *torch.autograd.grad(outs, (x, *weights), grads)])
+    for actual, emulated in zip(*results, strict=True):
+        assert actual.shape == emulated.shape and actual.isfinite().all()
+        error = (actual.float() - emulated.float()).norm()
+        assert error <= 1e-2 * emulated.float().norm()

@@ -14,7 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.job import JobConfig
 from titanlite.job.read import check_job
-from titanlite.kernels.grouped import grouped_matmul, has_grouped_kernel, row_groups
+from titanlite.kernels.grouped import (
+    Float8Cast,
+    RowGroups,
+    grouped_matmul,
+    grouped_matmuls,
+    has_grouped_kernel,
+    row_groups,
+)
 from titanlite.models import (
     FAMILIES,
     LLAMA3,
@@ -150,6 +157,95 @@ def test_the_grouped_matmul_of_rounded_groups_is_that_of_each_expert():
         close(own_out, own_x @ weight[expert].float().T)
         close(own_x_grad, own_grad @ weight[expert].float())
         close(weight_grad[expert].float(), own_grad.T @ own_x)
+
+
+def round_to_float8(rows: torch.Tensor) -> torch.Tensor:
+    """Each row [..., K] with the smallest power of two that brings it into the range of e4m3."""
+    rounded = []
+    for row in rows.flatten(0, -2):
+        scale = 2.0**-40
+        while row.abs().max() / scale > 448:
+            scale *= 2
+        rounded.append((row / scale).to(torch.float8_e4m3fn).to(row.dtype) * scale)
+    return torch.stack(rounded).view(rows.shape)
+
+
+def spread(*shape: int) -> torch.Tensor:
+    """Magnitudes that vary by columns and by rows: with another scale the smallest are zero."""
+    columns = torch.logspace(-3, 3, shape[-1])
+    return torch.randn(shape) * columns * columns[torch.randint(shape[-1], (*shape[:-1], 1))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_emulated_float8_rounds_each_row_along_the_summed_dimension(dtype):
+    """The rows and weights of forward; of backward the gradients, and columns of the weights."""
+    torch.manual_seed(0)
+    counts = torch.tensor([0, 5, 1, 0, 40])
+    x, *weights = (
+        spread(*s).to(dtype).requires_grad_() for s in [(46, 64), (5, 32, 64), (5, 24, 64)]
+    )
+    grads = [spread(46, n).to(dtype) for n in (32, 24)]
+    groups = row_groups(counts, x, *weights)
+    outs = grouped_matmuls(x, tuple(weights), groups, Float8Cast(emulate=True))
+    x_grad, *weight_grads = torch.autograd.grad(outs, (x, *weights), grads)
+    exact = [grouped_matmul(x, weight, groups) for weight in weights]
+    exact_x_grad, *exact_weight_grads = torch.autograd.grad(exact, (x, *weights), grads)
+    assert all(map(torch.equal, weight_grads, exact_weight_grads))  # in high precision
+    assert 0.01 < (x_grad - exact_x_grad).norm() / exact_x_grad.norm() < 0.06
+    expected_x_grad = torch.zeros_like(x_grad)
+    for out, weight, grad in zip(outs, weights, grads, strict=True):
+        by_row, by_column = round_to_float8(weight.detach()), round_to_float8(weight.detach().mT)
+        assert torch.equal(out, grouped_matmul(round_to_float8(x.detach()), by_row, groups))
+        expected_x_grad += grouped_matmul(round_to_float8(grad), by_column, groups)
+    assert torch.equal(x_grad, expected_x_grad)
+
+
+def test_an_inf_or_nan_stays_one_in_float8():
+    x = torch.ones(3, 16)
+    x[0, 3], x[1, 5] = torch.inf, torch.nan
+    rounded = Float8Cast(emulate=True)(x)
+    assert rounded[:2].isnan().any(-1).all() and torch.equal(rounded[2], x[2])
+
+
+def test_the_float8_kernel_gets_the_strides_and_scales_that_torch_requires(monkeypatch):
+    """By the checks of the operator that has them without a GPU. Without rows it is not called."""
+    calls = []
+
+    def kernel(a, b, a_scale, a_recipe, b_scale, b_recipe, *, offs, use_fast_accum):
+        assert a_recipe == b_recipe == F.ScalingType.RowWise
+        calls.append((*a.shape, b.shape[-1], use_fast_accum))
+        return torch.ops.aten._scaled_grouped_mm(a, b, a_scale, b_scale, offs)
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", kernel)
+    on_meta = partial(torch.empty, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    ends = torch.empty(8, dtype=torch.int32, device="meta")
+    groups = RowGroups(None, ends, torch.empty(8, dtype=torch.bool, device="meta"))
+    weights = on_meta(8, 32, 64), on_meta(8, 48, 64)
+    no_rows = groups._replace(on_host=torch.zeros(8, dtype=torch.int64))
+    for x, of_rows in ((on_meta(40, 64), groups), (on_meta(0, 64), no_rows)):
+        outs = grouped_matmuls(x, weights, of_rows, Float8Cast(emulate=False))
+        grads = torch.autograd.grad([out.sum() for out in outs], (x, *weights))
+        assert [g.shape for g in grads] == [x.shape, *(w.shape for w in weights)]
+    forward, backward = ((40, 64, 32), (40, 64, 48)), ((40, 32, 64), (40, 48, 64))
+    fast = [(*sizes, True) for sizes in forward]
+    assert calls == fast + [(*sizes, False) for sizes in backward]
+
+
+def test_casts_are_compiled_once_for_each_width_not_for_each_number_of_rows():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    cast = Float8Cast(emulate=False)
+    cast.compile(partial(torch.compile, backend=backend, fullgraph=True))
+    weight = torch.randn(4, 32, 64)
+    for rows in (7, 9, 30):
+        for operand in (torch.randn(rows, 64), torch.randn(rows, 32), weight, weight.mT):
+            data, scales = cast(operand)
+            assert data.is_contiguous() and scales.shape == operand.shape[:-1]
+    assert len(graphs) == 4
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ On a CPU, where torch's grouped kernel is such a loop too, ours accepts every dt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ KERNEL_MAJORS = (9, 10)  # compute capabilities of the kernel: Hopper, and Black
 # On others F.grouped_mm is a loop too, for which the host waits at every call instead of once a
 # layer (_grouped_mm_cuda in GroupedBlas.cpp, https://github.com/pytorch/pytorch/issues/186620).
 KERNEL_GROUPS = 1023  # the most that the kernel computes (GroupMM.cu)
+FLOAT8_CAPABILITY = (9, 0)  # torch compiles this kernel for Hopper only (ScaledGroupMM.cu)
 
 
 class RowGroups(NamedTuple):
@@ -55,9 +56,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
 
     The gradient of the weights of an expert without rows is zero.
     """
-    if groups.on_host is None:
-        return _KernelMatmul.apply(x, weight, groups.ends, groups.is_empty)
-    return _loop_matmul(x, weight, groups.on_host)
+    return grouped_matmuls(x, (weight,), groups)[0]
+
+
+def grouped_matmuls(
+    x: Tensor, weights: tuple[Tensor, ...], groups: RowGroups, cast: Float8Cast | None = None
+) -> tuple[Tensor, ...]:
+    """`grouped_matmul` of the same rows by each of the weights.
+
+    With a cast, outputs and the gradient of x are computed in Float8. The gradients of the weights
+    are not: for them, torch's kernel needs in each group rows, in a multiple of 16.
+    """
+    return _GroupedMatmuls.apply(x, groups, cast or (lambda operand: operand), *weights)
 
 
 def add_grouped_bias(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
@@ -71,27 +81,93 @@ def add_grouped_bias(rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
     return rows + grouped_matmul(ones, F.pad(bias, (0, zeros)), groups)
 
 
-# --- one kernel ----------------------------------------------------------------------------------
+# --- Float8 --------------------------------------------------------------------------------------
 
 
-class _KernelMatmul(torch.autograd.Function):
-    """F.grouped_mm, whose own backward does not promise zeros for an expert without rows."""
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] in Float8 (e4m3), and what to multiply its rows by to get x again: [..., 1], fp32.
+
+    Powers of two round nothing. So a rank that has a part of each row rounds its values as one that
+    has all of it, except for values that are below 2^-14 of the largest one.
+    """
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-30)  # a row may be zero
+    exponents = (largest / torch.finfo(torch.float8_e4m3fn).max).log2().ceil()
+    data = (x.float() * (-exponents).exp2()).to(torch.float8_e4m3fn)
+    return data.contiguous(), exponents.exp2()
+
+
+class Float8Cast:
+    """Casts operands [..., K] of matmuls that sum over K, with a scale for each row.
+
+    `emulate`: back to their dtype, which has all Float8 values, so that any kernel multiplies them.
+    """
+
+    def __init__(self, emulate: bool):
+        self._emulate, self._scale_rows = emulate, scale_rows
+
+    def compile(self, compile: Callable[..., Callable]) -> None:
+        """Compile the cast for a GPU: one kernel for rows, two for weights that it transposes."""
+        compiled = compile(scale_rows, dynamic=False)
+
+        def scale(x: Tensor) -> tuple[Tensor, Tensor]:
+            if x.dim() == 2:  # how many rows a rank has changes from step to step
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+            return compiled(x)
+
+        if not self._emulate:
+            self._scale_rows = scale
+
+    def __call__(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        data, scales = self._scale_rows(x)
+        return (data.float() * scales).to(x.dtype) if self._emulate else (data, scales.squeeze(-1))
+
+
+def _multiply_groups(x: Any, weight: Any, groups: RowGroups, *, fast: bool) -> Tensor:
+    """Cast operands to [M, N]; `fast`: sums of Float8 may have less than the precision of fp32."""
+    if isinstance(x, tuple):
+        (x, x_scales), (weight, weight_scales) = x, weight
+        if len(x) == 0:
+            return x.new_empty(0, weight.shape[1], dtype=torch.bfloat16)
+        kernel, rows = F.scaled_grouped_mm, F.ScalingType.RowWise  # type: ignore[attr-defined]
+        scales = x_scales, rows, weight_scales, rows
+        return kernel(x, weight.mT, *scales, offs=groups.ends, use_fast_accum=fast)
+    if groups.on_host is None:
+        return F.grouped_mm(x, weight.mT, offs=groups.ends)
+    return _loop_matmul(x, weight, groups.on_host)
+
+
+def _weight_grad(grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor:
+    """[E, N, K]: grad [M, N], transposed, times x [M, K], over the rows of each expert."""
+    if groups.on_host is not None:
+        return _loop_weight_grad(grad, x, groups.on_host)
+    out = F.grouped_mm(grad.mT, x, offs=groups.ends)
+    return out.masked_fill_(groups.is_empty.view(-1, 1, 1), 0)  # of a sum over no rows, it is not
+
+
+class _GroupedMatmuls(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, groups: RowGroups, cast: Callable, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *groups, *weights)
+        ctx.cast = cast
+        rows = cast(x)
+        return tuple(_multiply_groups(rows, cast(weight), groups, fast=True) for weight in weights)
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor, is_empty: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends, is_empty)
-        return F.grouped_mm(x, weight.mT, offs=ends)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, ends, is_empty = ctx.saved_tensors
-        grad, x_grad, weight_grad = grad.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            x_grad = F.grouped_mm(grad, weight, offs=ends)
-        if ctx.needs_input_grad[1]:
-            weight_grad = F.grouped_mm(grad.mT, x, offs=ends)
-            weight_grad.masked_fill_(is_empty.view(-1, 1, 1), 0)  # a sum over no rows
-        return x_grad, weight_grad, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, on_host, ends, is_empty, *weights = ctx.saved_tensors
+        groups, cast, x_grad = RowGroups(on_host, ends, is_empty), ctx.cast, None
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
+        grads = tuple(grad.contiguous() for grad in grads)
+        for grad, weight in zip(grads, weights, strict=True) if needs_x else ():
+            summand = _multiply_groups(cast(grad), cast(weight.mT), groups, fast=False)
+            x_grad = summand if x_grad is None else x_grad + summand
+        weight_grads = (
+            _weight_grad(grad, x, groups) if needed else None
+            for grad, needed in zip(grads, needs_weights, strict=True)
+        )
+        return x_grad, None, None, *weight_grads
 
 
 # --- one matmul per expert -----------------------------------------------------------------------
@@ -138,7 +214,6 @@ def _loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlite::grouped_weight_grad", mutates_args=())
 def _loop_weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """[E, N, K]: grad [M, N], transposed, times x [M, K], over the rows of each expert."""
     out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
     for expert, rows in _slices(counts):
         if rows.stop > rows.start:
@@ -156,16 +231,3 @@ def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 @_loop_weight_grad.register_fake
 def _(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
-
-
-def _loop_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight, counts = ctx.saved_tensors
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    x_grad = _loop_matmul(grad, weight.mT, counts) if needs_x else None
-    weight_grad = _loop_weight_grad(grad, x, counts) if needs_weight else None
-    return x_grad, weight_grad, None
-
-
-_loop_matmul.register_autograd(
-    _loop_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.kernels.grouped import RowGroups, add_grouped_bias, grouped_matmul, row_groups
+from titanlite.kernels.grouped import Float8Cast, add_grouped_bias, grouped_matmuls, row_groups
 from titanlite.models.decoder import FeedForward
 from titanlite.models.router import ExpertSizes, Router, RouterGate
 
@@ -37,19 +37,29 @@ class GroupedExperts(nn.Module):
             self.b3 = nn.Parameter(torch.empty(sizes.count, sizes.hidden_dim, 1))
         # or its compiled version
         self.activate: Callable[..., Tensor] = clamped_swiglu if sizes.clamped else swiglu
+        self._cast: Float8Cast | None = None
+
+    def use_float8(self, cast: Float8Cast) -> None:
+        """Compute the matmuls in Float8, but for those of the gradients of weights."""
+        self._cast = cast
 
     def forward(self, x: Tensor, counts: Tensor, local: Callable = lambda weight: weight) -> Tensor:
         """Rows [M, D], sorted by expert, to rows [M, D]; expert e has `counts[e]` of them, and
         `local` returns what this process has of a weight."""
         w1, w2, w3 = map(local, (self.w1, self.w2, self.w3))
-        b1, b2, b3 = map(local, (self.b1, self.b2, self.b3)) if self.biases else [None] * 3
         groups = row_groups(counts, x, w1, w2, w3)
-        hidden = self.activate(_linear(x, w1, b1, groups), _linear(x, w3, b3, groups))
-        return _linear(hidden, w2, b2, groups)
+        gate, up = grouped_matmuls(x, (w1, w3), groups, self._cast)
+        if self.biases:
+            gate = add_grouped_bias(gate, local(self.b1), groups)
+            up = add_grouped_bias(up, local(self.b3), groups)
+        (out,) = grouped_matmuls(self.activate(gate, up), (w2,), groups, self._cast)
+        return add_grouped_bias(out, local(self.b2), groups) if self.biases else out
 
     def compile_activation(self, compile: Callable[[Callable], Callable]) -> None:
         """Compile SwiGLU. The compiler finds out that the number of rows is dynamic."""
         self.activate = compile(self.activate)
+        if self._cast is not None:
+            self._cast.compile(compile)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -61,12 +71,6 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """The hidden features of gpt-oss's experts (https://arxiv.org/abs/2508.10925, section 2.1)."""
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups) -> Tensor:
-    """Rows [M, K] to rows [M, N], each by the linear layer of its expert."""
-    out = grouped_matmul(x, weight, groups)
-    return out if bias is None else add_grouped_bias(out, bias, groups)
 
 
 # Lets experts compute rows, wherever the experts are: (experts, rows, counts) starts to send this

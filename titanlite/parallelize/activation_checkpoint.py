@@ -120,6 +120,7 @@ MATMULS = {  # operation -> position of the weight among its arguments
     aten.addmm.default: 2,  # after the bias and the activation
     aten._scaled_mm.default: 1,
     aten._grouped_mm.default: 1,
+    aten._scaled_grouped_mm_v2.default: 1,
     torch.ops.titanlite.grouped_matmul.default: 1,
 }
 SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions, maxima for Float8
