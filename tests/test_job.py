@@ -46,6 +46,9 @@ def read_valid(run_toml, *argv, ranks=1):
 
 
 FLOAT8 = "--quantize.linear.float8."
+GROUPED_MM, GROUPED_FQNS = "quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns"
+FLOAT8_EXPERTS = ["--model.name=glm4_moe", f"--model.converters={GROUPED_MM}"]
+FLOAT8_EXPERTS += [f"{GROUPED_FQNS}=experts"]
 TENSORWISE = [f"{FLOAT8}recipe_name", "tensorwise"]
 SHORT_SCHEDULE = [  # in tokens; the run consumes 768
     *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "0"),
@@ -429,7 +432,17 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
-        (["--model.converters", "mx"], 1, '(mx): must be "quantize.linear.float8".'),
+        (["--model.converters", "mx"], 1, '(mx): must be "quantize.linear.float8" | "quantize.gr'),
+        (FLOAT8_EXPERTS, 1, "this device (a CPU) has no grouped Float8 matmuls; a GPU of compute"),
+        (FLOAT8_EXPERTS, 1, '"float32": Float8 matmuls of experts give bfloat16'),
+        ([*FLOAT8_EXPERTS, "--model.expert_hidden_dim", "40"], 1, "layers.*.moe.experts.w1 40x32"),
+        ([*FLOAT8_EXPERTS, f"{GROUPED_FQNS}=w1"], 1, "fqns = ['w1']: matches no experts"),
+        (["--model.converters", GROUPED_MM], 1, "fqns = []: matches no experts of the model"),
+        (
+            ["--model.converters=quantize.grouped_mm.mx", "--quantize.grouped_mm.mx.fqns=experts"],
+            1,
+            "[quantize.grouped_mm.mx]: is not available in this version",
+        ),
         (["--optimizer.name", "AdamX"], 1, 'Did you mean "Adam"?'),
         (
             ["--model.name=glm4_moe", "--model.mtp_layers=3", "--training.seq_len=3"],
@@ -813,6 +826,20 @@ def test_float8_can_be_enabled_with_the_converters_key_of_torchtitan(run_toml, c
     )  # as in the TOMLs of torchtitan
     assert without.transforms.float8.recipe_name is None
     assert "  float8  " not in without.summary(torch.device("cpu"), None)
+
+
+def test_experts_are_float8_with_the_converter_of_torchtitan_only(run_toml, gpu_of_capability):
+    """Its TOMLs have the names of experts without it. Torch has the kernel for Hopper only."""
+    without = [argument for argument in FLOAT8_EXPERTS if "converters" not in argument]
+    assert read_valid(run_toml, *without).transforms.float8.experts is None
+    job = read_valid(run_toml, *FLOAT8_EXPERTS, f"--{GROUPED_MM}.emulate=true")
+    assert job.transforms.float8.experts.fqns == ["experts"]
+    assert "float8     experts, experts emulated" in job.summary(torch.device("cpu"), None)
+    on_gpu = [*FLOAT8_EXPERTS, "--job.device=cuda", "--training.mixed_precision_param=bfloat16"]
+    gpu_of_capability(9, 0)
+    assert read_valid(run_toml, *on_gpu).transforms.float8.recipe_name is None
+    gpu_of_capability(10, 0)
+    assert "10.0) has no grouped Float8 matmuls" in error_text(run_toml, *on_gpu)
 
 
 def test_float8_is_checked_for_the_target_machine(run_toml):

@@ -112,6 +112,12 @@ def _numerics_of(job: Job) -> Numerics:
     transforms, float8 = job.transforms, job.config.float8
     parameters = transforms.param_dtype.itemsize
     matmuls: MatmulPrecision = "float32"
+    if float8.experts is not None:
+        raise ConfigError(
+            "planner: quantize.grouped_mm.float8 cannot be estimated; no run of titanlite or"
+            " torchtitan with it has been measured.",
+            fix='Plan without "quantize.grouped_mm.float8" in model.converters.',
+        )
     if float8.recipe_name == "mxfp8":
         raise ConfigError(
             'planner: quantize.linear.float8.recipe_name = "mxfp8" cannot be estimated; no run of'

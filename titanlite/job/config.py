@@ -98,7 +98,7 @@ class JobConfig:
 
     @property
     def float8(self) -> Float8Config:
-        return resolve_float8(self.quantize.linear.float8, self.model.converters)
+        return resolve_float8(self.quantize, self.model.converters)
 
 
 # Job properties that must be the same in the job and in the checkpoint that it resumes from, unless

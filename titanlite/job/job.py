@@ -207,7 +207,7 @@ class Job:
             "average": str(config.weight_average) if config.weight_average.decay else "",
             "precision": f"compute {compute}{cpu_note}, reduce fp32,"
             f" params {SHORT_DTYPES[training.dtype]}",
-            "float8": str(config.float8) if config.float8.recipe_name else "",
+            "float8": str(config.float8),
             "compile": str(config.compile) if config.compile.enable else "",
             "recompute": str(config.activation_checkpoint) + self._describe_repeated_flops(),
             "output": str(self.folder),

@@ -157,6 +157,12 @@ def _check_float8_sizes(
         sequences = config.parallelism.pipeline_parallel_microbatch_size
     tokens = sequences * training.seq_len // degrees.context
     yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
+    experts, dtype = config.float8.experts, training.mixed_precision_param
+    if experts is not None and not experts.emulate and dtype != "bfloat16":
+        yield ConfigError(
+            f'training.mixed_precision_param = "{dtype}": Float8 matmuls of experts give bfloat16.',
+            fix='Use "bfloat16", or set quantize.grouped_mm.float8.emulate = true.',
+        )
 
 
 def _check_packed_rows(

@@ -53,10 +53,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "fault_tolerance": "is not available in this version.",
     "memory_estimation": "is not available in this version.",
     "quantize.linear.mx": 'is now quantize.linear.float8.recipe_name = "mxfp8".',
-    "quantize.grouped_mm": (
-        "is not supported: torchao's Float8 grouped matmul (a prototype in 0.18) has no emulation,"
-        " and needs groups of 16 rows; experts compute in training.mixed_precision_param."
-    ),
+    "quantize.grouped_mm.mx": "is not available in this version; quantize.grouped_mm.float8 is.",
     "float8": "is now [quantize.linear.float8].",
 }
 
@@ -115,10 +112,8 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
         '["float8"]',
     ):
         converters = model["converters"] = ["quantize.linear.float8"]
-    experts = quantize.get("grouped_mm")  # has no effect without its converter
-    is_known = isinstance(experts, dict) and experts.keys() <= {"float8", "mx"}
-    if is_known and "grouped_mm" not in str(converters):
-        del quantize["grouped_mm"]
+    if "grouped_mm.mx" not in str(converters) and isinstance(quantize.get("grouped_mm"), dict):
+        quantize["grouped_mm"].pop("mx", None)  # has no effect without its converter
     folder = _text_or_value(model.get("hf_assets_path"))
     if isinstance(folder, str):
         del model["hf_assets_path"]

@@ -25,6 +25,9 @@ def _family_names() -> Iterable[str]:
     return FAMILIES
 
 
+Converter = Literal["quantize.linear.float8", "quantize.grouped_mm.float8"]
+
+
 @dataclass(frozen=True)
 class ModelConfig(KeyedSection):
     """[model] The architecture to train; further keys are the sizes of the family.
@@ -42,8 +45,9 @@ class ModelConfig(KeyedSection):
     flavor: str = "debugmodel"  # named set of sizes of that family
     initialization: Literal["titanlite", "torchtitan"] = "titanlite"
     # standard deviations of the initial weights: the family's, or torchtitan's
-    converters: list[Literal["quantize.linear.float8"]] = dataclasses.field(default_factory=list)
-    # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
+    converters: list[Converter] = dataclasses.field(default_factory=list)
+    # torchtitan's switches: the first is the same as quantize.linear.float8.recipe_name =
+    # "tensorwise"; without the second, quantize.grouped_mm.float8 has no effect
     print_after_conversion: bool = False  # log the module tree after parallelization
 
     @classmethod

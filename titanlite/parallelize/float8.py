@@ -1,4 +1,5 @@
-"""Float8 matmuls of linear layers, by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+"""Float8 matmuls of linear layers, by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8),
+and of experts, by torch.
 
 Weights are stored, updated and saved in the param dtype. The operands of each matmul are scaled
 and cast to Float8 just before it; its output has the compute dtype, which may be float32.
@@ -21,15 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
+from titanlite.kernels.grouped import FLOAT8_CAPABILITY, Float8Cast
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer
+from titanlite.models.moe import GroupedExperts
 from titanlite.models.mtp import JoiningLinear
 from titanlite.models.router import RouterGate
 from titanlite.parallelize.compile import NOT_COMPILED, CompileConfig, replace_forward
 from titanlite.parallelize.expert import weight_shards
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
-SECTION = "quantize.linear.float8"
+SECTION, EXPERTS_SECTION = "quantize.linear.float8", "quantize.grouped_mm.float8"
 AUTO_FILTER = "auto_filter_small_kn"  # special value in filter_fqns, as in torchtitan
 ALIGNMENT = 16  # Float8 tensor cores need sizes that are multiples of it
 MX_BLOCK = 32  # values with one scale in MXFP8
@@ -70,7 +73,7 @@ def find_gpu(device: torch.device) -> Gpu | None:
 
 
 @dataclass(frozen=True)
-class Float8Config:
+class Float8LinearConfig:
     """[quantize.linear.float8] Float8 matmuls in linear layers, by torchao."""
 
     enable_fsdp_float8_all_gather: bool = False
@@ -85,6 +88,22 @@ class Float8Config:
     # layers with a size that is not a multiple of 16 (mxfp8: 32) always do; "auto_filter_small_kn":
     # so do layers that are too small to be faster, as torchao measured on an H100
     emulate: bool = False  # cast to Float8 but compute in float32: for hardware without Float8
+
+
+@dataclass(frozen=True)
+class Float8ExpertsConfig:
+    """[quantize.grouped_mm.float8] Float8 matmuls of experts, by torch; see model.converters."""
+
+    fqns: list[str] = field(default_factory=list)
+    # experts whose name contains one of these, such as "experts" for all
+    emulate: bool = False  # round as in Float8 only: for hardware without its grouped matmuls
+
+
+@dataclass(frozen=True)
+class Float8Config(Float8LinearConfig):
+    """What computes in Float8: linear layers, and experts."""
+
+    experts: Float8ExpertsConfig | None = None  # None: not in Float8
 
     @property
     def alignment(self) -> int:
@@ -111,25 +130,35 @@ class Float8Config:
             "Float8 all-gather": self.enable_fsdp_float8_all_gather,
             "precomputed scales": self.precompute_float8_dynamic_scale_for_fsdp,
             "emulated": self.emulate,
+            "experts": self.experts is not None,
+            "experts emulated": self.experts is not None and self.experts.emulate,
         }
-        return ", ".join([str(self.recipe_name), *(name for name, on in options.items() if on)])
+        shown = [str(self.recipe_name or ""), *(name for name, on in options.items() if on)]
+        return ", ".join(filter(None, shown))
 
 
 @dataclass(frozen=True)
 class QuantizeLinearConfig:
-    float8: Float8Config = field(default_factory=Float8Config)
+    float8: Float8LinearConfig = field(default_factory=Float8LinearConfig)
+
+
+@dataclass(frozen=True)
+class QuantizeGroupedConfig:
+    float8: Float8ExpertsConfig = field(default_factory=Float8ExpertsConfig)
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
     linear: QuantizeLinearConfig = field(default_factory=QuantizeLinearConfig)
+    grouped_mm: QuantizeGroupedConfig = field(default_factory=QuantizeGroupedConfig)
 
 
-def resolve_float8(config: Float8Config, converters: Sequence[str]) -> Float8Config:
-    """Apply torchtitan's switch: the converter without a recipe means the recipe "tensorwise"."""
-    if SECTION in converters and config.recipe_name is None:
-        return replace(config, recipe_name="tensorwise")
-    return config
+def resolve_float8(config: QuantizeConfig, converters: Sequence[str]) -> Float8Config:
+    """Apply torchtitan's switches; that of linear layers without a recipe means "tensorwise"."""
+    linear, experts = config.linear.float8, config.grouped_mm.float8
+    if SECTION in converters and linear.recipe_name is None:
+        linear = replace(linear, recipe_name="tensorwise")
+    return Float8Config(**vars(linear), experts=experts if EXPERTS_SECTION in converters else None)
 
 
 @cache
@@ -217,6 +246,11 @@ def convert_to_float8(
     part: nn.Module, config: Float8Config, compile: CompileConfig = NOT_COMPILED
 ) -> None:
     """Replace each selected linear layer by a Float8 layer with the same weight and name."""
+    if config.experts is not None:
+        chosen = select_float8_experts(part, config.experts)
+        for experts in chosen.values():
+            experts.use_float8(Float8Cast(config.experts.emulate))
+        logger.info("float8 in %d layers of experts", len(chosen))
     if config.recipe_name is None:
         return
     selected, excluded = select_float8_layers(part, config)
@@ -294,6 +328,14 @@ def select_float8_layers(
     return selected, excluded
 
 
+def select_float8_experts(
+    model: nn.Module, config: Float8ExpertsConfig
+) -> dict[str, GroupedExperts]:
+    """Name -> experts that compute in Float8."""
+    named = {n: m for n, m in model.named_modules() if isinstance(m, GroupedExperts)}
+    return {n: m for n, m in named.items() if any(part in n for part in config.fqns)}
+
+
 def select_linear_styles(config: Float8Config) -> Callable[[nn.Module], LinearStyles]:
     """Return a function from a linear layer to its tensor-parallel styles.
 
@@ -335,6 +377,8 @@ def check_float8(
     config: Float8Config, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, tokens: int
 ) -> Iterator[ConfigError]:
     """Reject keys and shards that the recipe does not support; `tokens`: of a micro-batch."""
+    if config.experts is not None:
+        yield from _check_experts(config.experts, spec, sizes, degrees)
     if config.recipe_name is None:
         return
     recipe = config.recipe_name
@@ -371,6 +415,33 @@ def check_float8(
             fix="Change training.local_batch_size (with pipeline parallelism"
             " parallelism.pipeline_parallel_microbatch_size), training.seq_len or"
             f" parallelism.context_parallel_degree{or_emulate}.",
+        )
+
+
+def _check_experts(
+    config: Float8ExpertsConfig, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[ConfigError]:
+    """Reject names that no experts have, and shards that the Float8 kernel does not accept."""
+    with torch.device("meta"):
+        model = spec.build(sizes)
+    experts = select_float8_experts(model, config)
+    if not experts:
+        yield ConfigError(
+            f"{EXPERTS_SECTION}.fqns = {config.fqns}: matches no experts of the model.",
+            fix=f'Use ["experts"] for all, or remove "{EXPERTS_SECTION}" from model.converters.',
+        )
+    unaligned = {
+        _block_pattern(name): f"{shape[1]}x{shape[2]}"
+        for name, shape in weight_shards(model, spec, sizes, degrees).items()
+        if name.rpartition(".")[0] in experts and shape[2] > 1  # not a bias
+        if any(size % ALIGNMENT for size in shape[1:])
+    }
+    if unaligned and not config.emulate:
+        shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
+        yield ConfigError(
+            f"{EXPERTS_SECTION}.fqns: a rank has weights of {shown}; Float8 matmuls need multiples"
+            f" of {ALIGNMENT}.",
+            fix=f"Use other tensor-parallel degrees, or set {EXPERTS_SECTION}.emulate = true.",
         )
 
 
@@ -427,6 +498,13 @@ def check_float8_device(
 ) -> Iterator[ConfigError]:
     """Reject a device without Float8 hardware, unless emulated, and emulation that inductor cannot
     compile. `gpu` None: a CPU."""
+    on_experts = config.experts is not None and not config.experts.emulate
+    if on_experts and (gpu is None or gpu.capability != FLOAT8_CAPABILITY):
+        yield ConfigError(
+            f"{EXPERTS_SECTION}.fqns: this device ({gpu or 'a CPU'}) has no grouped Float8 matmuls;"
+            " a GPU of compute capability 9.0 has.",
+            fix=f"Set {EXPERTS_SECTION}.emulate = true to try it here, slowly.",
+        )
     if config.recipe_name is None:
         return
     is_mx = config.recipe_name == "mxfp8"  # torchao's kernels are not for 12.0

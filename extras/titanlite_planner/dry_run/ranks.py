@@ -104,6 +104,11 @@ def check_dry_run(job: Job) -> Iterator[ConfigError]:
             bool(config.float8.recipe_name),
             "the tensors of torchao need values",
         ),
+        (
+            "quantize.grouped_mm.float8",
+            config.float8.experts is not None,
+            "torch knows no shapes of its matmuls",
+        ),
     ):
         if value:
             yield ConfigError(

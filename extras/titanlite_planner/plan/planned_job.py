@@ -61,7 +61,7 @@ def planned_config(base: JobConfig, choice: LayoutChoice) -> JobConfig:
         activation_checkpoint=dataclasses.replace(
             base.activation_checkpoint, **_recompute_keys(choice)
         ),
-        quantize=_with_float8(base, choice) if quantized else JobConfig().quantize,
+        quantize=_with_float8(base, choice) if quantized else _without_recipe(base),
         model=base.model if quantized else _without_float8(base),
     )
 
@@ -120,13 +120,17 @@ def _recompute_keys(choice: LayoutChoice) -> dict[str, Any]:
 def _with_float8(base: JobConfig, choice: LayoutChoice):
     gathers = choice.frame.precision == "float8 gather"
     float8 = dataclasses.replace(
-        base.float8,
+        base.quantize.linear.float8,
         recipe_name=base.float8.recipe_name or "tensorwise",
         enable_fsdp_float8_all_gather=gathers,
         precompute_float8_dynamic_scale_for_fsdp=gathers,
     )
     linear = dataclasses.replace(base.quantize.linear, float8=float8)
     return dataclasses.replace(base.quantize, linear=linear)
+
+
+def _without_recipe(base: JobConfig):
+    return dataclasses.replace(base.quantize, linear=JobConfig().quantize.linear)
 
 
 def _without_float8(base: JobConfig):

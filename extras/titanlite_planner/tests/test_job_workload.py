@@ -78,6 +78,14 @@ def test_mxfp8_is_refused_and_not_estimated_as_float8():
         workload("--quantize.linear.float8.recipe_name", "mxfp8")
 
 
+def test_float8_of_experts_is_refused_and_not_estimated_as_bfloat16():
+    experts = ["--model.name=mixtral", "--model.flavor=8x7B", "--model.converters"]
+    experts += ["quantize.grouped_mm.float8", "--quantize.grouped_mm.float8.fqns=experts"]
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    with pytest.raises(ConfigError, match="quantize.grouped_mm.float8 cannot be estimated"):
+        workload(*experts, bf16)
+
+
 def test_what_is_offloaded_is_counted_once():
     def bytes_per_parameter(key: str) -> float:
         offloaded = workload(f"--{key}", "true")
