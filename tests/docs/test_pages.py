@@ -181,7 +181,7 @@ def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
 
 
 # lines; may only fall, but for a model family in "all" and what it needs in "base"
-MAX_WEIGHT = {"path": 6500, "base": 16_580, "all": 35_900}
+MAX_WEIGHT = {"path": 6500, "base": 16_580, "all": 36_060}
 
 
 def test_the_trainer_does_not_grow(capsys):
