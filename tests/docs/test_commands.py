@@ -29,6 +29,7 @@ PAGES = (  # in the order in which a newcomer reads them
     "docs/tutorial/eight-gpus.md",
     "docs/how-to/prove-your-trainer-agrees.md",
     "docs/how-to/fine-tune.md",
+    "docs/how-to/fine-tune-with-lora.md",
     "docs/how-to/prepare-a-corpus.md",
     "docs/how-to/fit-a-scaling-law.md",
 )
