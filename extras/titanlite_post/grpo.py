@@ -163,7 +163,8 @@ class RewardObjective:
         if data.old is not None:
             ratio = (log_probs - data.old).exp()
             bound = self._section.clip
-            clipped = torch.where(advantage > 0, ratio > 1 + bound, ratio < 1 - bound)
+            too_low = (advantage < 0) & (ratio < 1 - bound)
+            clipped = torch.where(advantage > 0, ratio > 1 + bound, too_low)
             weights = torch.where(clipped, 0.0, ratio * advantage)
             loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - bound, 1 + bound) * advantage)
         if data.reference is not None:  # the estimator of http://joschu.net/blog/kl-approx.html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -27,6 +28,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import MOE
 from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
 from titanlite.parallelize.weight_init import init_weights
+from titanlite.training.batch import Batch
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepSettings, compute_gradients
 from titanlite_post.preferences import DPOSection, PreferenceObjective
@@ -121,23 +123,26 @@ def one_process(recipe: Recipe, name: str) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run_layouts(layouts: list[Layout], recipe: Recipe, names: list[str], dtype=torch.float32):
+def take_gradients(built, batch: Batch, objective: Callable) -> tuple[float, dict[str, tuple]]:
+    """(loss, gradients of this rank) with an objective, of what `build_sharded` returned."""
+    model, mesh, engine = built
+    state = TrainState(model, _NoOptimizer(), counters=Counters())
+    settings = StepSettings(mesh, 0.0, objective=objective)
+    result = compute_gradients(state, engine, batch, settings=settings)
+    named = model.named_parameters()
+    return result.loss.item(), {n: shard_and_offset(p.grad) for n, p in named if p.grad is not None}
+
+
+def run_layouts(layouts: list[Layout], recipe: Recipe, names: list[str]):
     """Of each layout and loss: (loss, gradients of this rank)."""
     results = []
     for layout in layouts:
-        fitted = fit_recipe(recipe, layout)
         for name in names:
-            model, mesh, engine = build_sharded(layout, fitted, dtype)
-            section = SECTIONS[name]
+            _, mesh, engine = built = build_sharded(layout, fit_recipe(recipe, layout))
             known = None if name == "simpo" else lambda at, n: reference_table(range(at, at + n))
-            objective = PreferenceObjective(section, engine, mesh, known)
+            objective = PreferenceObjective(SECTIONS[name], engine, mesh, known)
             batch = engine.prepare(*own_rows(mesh, *packed(recipe.sizes.vocab_size)))
-            state = TrainState(model, _NoOptimizer(), counters=Counters())
-            settings = StepSettings(mesh, 0.0, objective=objective)
-            result = compute_gradients(state, engine, batch, settings=settings)
-            named = model.named_parameters()
-            grads = {n: shard_and_offset(p.grad) for n, p in named if p.grad is not None}
-            results.append((result.loss.item(), grads))
+            results.append(take_gradients(built, batch, objective))
     return results
 
 
@@ -146,6 +151,15 @@ class _NoOptimizer:
 
     def follow_schedule(self, *_) -> float:
         return 0.0
+
+
+def check_gradients(of_ranks, loss: float, gradients: dict[str, Tensor]) -> None:
+    """Compare what `take_gradients` returned on all ranks with one process."""
+    merged = merge_parts([grads for _, grads in of_ranks])
+    assert [own for own, _ in of_ranks] == pytest.approx([loss] * len(of_ranks), rel=1e-5)
+    assert merged.keys() == gradients.keys()
+    errors = {n: relative_error(merged[n], grad) for n, grad in gradients.items()}
+    assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize(
@@ -158,11 +172,5 @@ def test_every_layout_matches_one_process_with_unpacked_answers(family, text):
     names = list(SECTIONS) if ranks == 2 and family == "dense" else ["dpo"]
     results = run_on_ranks(run_layouts, ranks, layouts, recipe, names)
     cases = [(layout, name) for layout in layouts for name in names]
-    for case, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
-        layout, name = case
-        loss, gradients = one_process(fit_recipe(recipe, layout), name)
-        merged = merge_parts([grads for _, grads in of_ranks])
-        assert [rank_loss for rank_loss, _ in of_ranks] == pytest.approx([loss] * ranks, rel=1e-5)
-        assert merged.keys() == gradients.keys()
-        errors = {n: relative_error(merged[n], grad) for n, grad in gradients.items()}
-        assert max(errors.values()) < 1e-5, (case, errors)
+    for (layout, name), of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        check_gradients(of_ranks, *one_process(fit_recipe(recipe, layout), name))
