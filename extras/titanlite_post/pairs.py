@@ -15,7 +15,8 @@ from titanlite.data.packed import open_packed
 from titanlite.labels import DOCUMENT_END
 
 # Not a format of the trainer, which would train on chosen and rejected answers alike.
-FORMATS["pairs"] = partial(open_packed, pairs=True)
+PAIRS = "pairs"
+FORMATS[PAIRS] = partial(open_packed, pairs=True)
 
 
 def pair_segments(inputs: Tensor, labels: Tensor) -> Tensor:

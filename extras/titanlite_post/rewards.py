@@ -76,7 +76,7 @@ def code_tests(completion: str, record: dict[str, Any]) -> float:
 
 
 def _limit_program() -> None:
-    _end_with_parent()
+    _signal_when_parent_ends(signal.SIGKILL)
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, 60),
@@ -86,9 +86,9 @@ def _limit_program() -> None:
         resource.setrlimit(limit, (value, value))
 
 
-def _end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends (prctl, PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def _signal_when_parent_ends(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends (prctl, PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, number)
 
 
 REWARDS: dict[str, RewardFunction] = {
@@ -153,7 +153,7 @@ class RewardProcesses:
         answer = process.stdout.readline()
         if not answer:
             self._kill(number)
-            return "its process ended; it may have used too much memory"
+            return "ended its process; it may have used too much memory"
         value = json.loads(answer)
         if isinstance(value, float) and not math.isfinite(value):
             return f"returned {value}"
@@ -166,14 +166,15 @@ class RewardProcesses:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def close(self) -> None:
-        for number in range(len(self._processes)):
-            self._kill(number)
-
 
 def serve(place: str) -> None:
     """Compute rewards for the lines of stdin; a line of stdout is a number, or a reason as text."""
-    _end_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    _signal_when_parent_ends(signal.SIGTERM)
+    if worker := os.fork():  # this process ends with all that a reward function has started
+        os.waitpid(worker, 0)
+        os.killpg(0, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a reward function prints must not be read as its reward

@@ -181,7 +181,6 @@ class Rollouts:
             generated += self._tools.generator.generate(
                 ids[part], numbers[part], section.max_new_tokens
             )
-        self._set_phase("rewards")
         rewards = self._judge(generated, [record for record in records for _ in copies])
         groups = {}
         for row, position in enumerate(positions):
@@ -200,13 +199,24 @@ class Rollouts:
     ) -> list[float | None]:
         """The reward of each completion. One rank of those with the same completions computes them:
         a function of the user may not return the same twice."""
-        mesh = self._mesh
-        results: list[float | str] | None = None
-        if not any(m.get_local_rank() for m in (mesh.tp, mesh.cp, mesh.pp)):
-            texts = [self._tools.prompts.decode(each) for each in generated]
-            pairs = zip(texts, records, strict=True)
-            results = self._tools.rewards.compute([RewardTask(*pair) for pair in pairs])
-        gathered = gather_from_all_ranks((mesh.batch_rank, results))
+        mesh, section = self._mesh, self._section
+        judges = not any(m.get_local_rank() for m in (mesh.tp, mesh.cp, mesh.pp))
+        texts = [self._tools.prompts.decode(each) for each in generated]
+        tasks = [RewardTask(*pair) for pair in zip(texts, records, strict=True)]
+        # The watchdog waits for so many at most, even if all of them hang; then all ranks meet.
+        rounds = self._parts.job.config.comm.train_timeout_seconds / 2
+        together = section.reward_processes * max(1, int(rounds / section.reward_timeout_seconds))
+        own: list[float | None] = []
+        for first in range(0, len(tasks), together):
+            self._set_phase("rewards")
+            part = tasks[first : first + together]
+            results = self._tools.rewards.compute(part) if judges else None
+            own += self._share(results)
+        return own
+
+    def _share(self, results: list[float | str] | None) -> list[float | None]:
+        """The rewards that were computed for this rank's completions; None: failed."""
+        gathered = gather_from_all_ranks((self._mesh.batch_rank, results))
         of_rank = {rank: found for rank, found in gathered if found is not None}
         failed = [r for found in of_rank.values() for r in found if isinstance(r, str)]
         if failed and self._section.failed_reward == "stop":
@@ -216,7 +226,7 @@ class Rollouts:
                 fix='Correct the function, or set grpo.failed_reward = "skip" to leave such'
                 " completions out.",
             ).mark_on_all_ranks()
-        return [None if isinstance(r, str) else r for r in of_rank[mesh.batch_rank]]
+        return [None if isinstance(r, str) else r for r in of_rank[self._mesh.batch_rank]]
 
     def _summarize(self, groups: dict[int, Completions], generated: list[Generation]) -> None:
         """Set `statistics`, of all ranks."""

@@ -16,6 +16,7 @@ from titanlite.train import main as train
 from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_step
 from titanlite.training.run import Run
 from titanlite_post.checks import check_prediction_layers, find_problems_of_weights
+from titanlite_post.pairs import PAIRS
 from titanlite_post.preferences import DPOSection, PreferenceObjective
 from titanlite_post.reference import (
     REFERENCE_FILE,
@@ -39,6 +40,12 @@ class DPOConfig(JobConfig):
                 " one window, which must not attend to each other.",
                 fix='Set attention.mask = "document".',
             )
+        for source in self.data.sources:
+            if source.format != PAIRS:
+                yield ConfigError(
+                    f'data.sources, {source.name}: has format "{source.format}".',
+                    fix=f'dpo trains on pairs of answers: set format = "{PAIRS}".',
+                )
 
 
 def main(argv: list[str]) -> NoReturn:

@@ -45,6 +45,19 @@ class GRPOConfig(JobConfig):
             yield ConfigError(
                 "elastic.enable = true: grpo needs equal batches on all ranks.", fix="Remove it."
             )
+        if self.guard.spike != "off":
+            yield ConfigError(
+                f'guard.spike = "{self.guard.spike}": the loss of grpo has both signs,'
+                " and no value of it is a spike.",
+                fix='Set guard.spike = "off"; guard.nonfinite works.',
+            )
+        limit, timeout = self.comm.train_timeout_seconds, self.grpo.reward_timeout_seconds
+        if 2 * timeout > limit:
+            yield ConfigError(
+                f"grpo.reward_timeout_seconds = {timeout:g}: is more than half of"
+                f" comm.train_timeout_seconds = {limit}, in which a rank must answer the others.",
+                fix="Lower it, or raise comm.train_timeout_seconds.",
+            )
 
 
 def main(argv: list[str]) -> NoReturn:
