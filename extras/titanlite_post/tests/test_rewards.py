@@ -26,13 +26,13 @@ def odd(completion, record):
         sys.exit(0)
     if completion == "memory":
         return len(bytearray(5 << 30))
-    if completion in ("hang", "fork") and os.fork() == 0:
+    if completion in ("hang", "fork"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(1e6)
         with open(record["pids"], "a") as file:
-            file.write(f"{os.getpid()} ")
-        time.sleep(1e6)
+            file.write(f"{os.getpid()} {child} end\\n")
     if completion == "hang":
-        with open(record["pids"], "a") as file:
-            file.write(f"{os.getpid()} {os.getppid()} hangs")
         time.sleep(1e6)
     return {"nan": float("nan"), "text": "x"}.get(completion, 0.5)
 
@@ -95,7 +95,7 @@ RewardProcesses("odd", 1, 1e6).compute([RewardTask("hang", {{"pids": {str(pids)!
     environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen([sys.executable, "-c", program], env=environment) as trainer:
         deadline = time.monotonic() + HANG_SECONDS
-        while not pids.exists() or "hangs" not in pids.read_text():
+        while not pids.exists() or "end" not in pids.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         trainer.send_signal(signal.SIGKILL)
