@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,3 +176,64 @@ def test_every_layout_matches_one_process_with_unpacked_answers(family, text):
     cases = [(layout, name) for layout in layouts for name in names]
     for (layout, name), of_ranks in zip(cases, zip(*results, strict=True), strict=True):
         check_gradients(of_ranks, *one_process(fit_recipe(recipe, layout), name))
+
+
+class _PaddedModel:
+    """What the loss of TRL asks of a model: log-probabilities of the answers [B, T]."""
+
+    training = True
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, labels: Tensor, **_) -> SimpleNamespace:
+        log_probs = -F.cross_entropy(
+            self.model(input_ids[:, :-1]).mT, labels[:, 1:], ignore_index=-100, reduction="none"
+        )
+        others = dict.fromkeys(("entropy", "mean_logits"), log_probs.detach())
+        return SimpleNamespace(log_probs=log_probs, is_top1=log_probs > 0, **others)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_dpo_and_ipo_have_the_loss_and_gradients_of_trl(name):
+    trl = pytest.importorskip("trl.trainer.dpo_trainer")
+    rows, masks, known = [], [], []
+    for row, answers in enumerate(pairs(DENSE.sizes.vocab_size)):
+        rows += [F.pad(ids, (0, 12 - len(ids))) for ids, _ in answers]
+        masks += [
+            F.pad(torch.arange(len(ids)) >= prompt, (0, 12 - len(ids))).long()
+            for ids, prompt in answers
+        ]
+        known += reference_table(range(row, row + 1)).flatten()[: len(answers)]
+    inputs = {
+        "input_ids": torch.stack(rows[::2] + rows[1::2]),
+        "completion_mask": torch.stack(masks[::2] + masks[1::2]),
+        "attention_mask": torch.ones(len(rows), 12),
+        "ref_chosen_logps": torch.stack(known[::2]),
+        "ref_rejected_logps": torch.stack(known[1::2]),
+    }
+    model = DENSE.spec.build(DENSE.sizes)
+    init_weights(model, DENSE.spec, DENSE.sizes, SEED)
+    padded, metrics = _PaddedModel(model), defaultdict(lambda: defaultdict(list))
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    trainer = SimpleNamespace(
+        model=padded,
+        accelerator=accelerator,
+        beta=SECTIONS[name].beta,
+        loss_types=["sigmoid" if name == "dpo" else name],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        use_weighting=False,
+        ld_alpha=None,
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    loss = trl.DPOTrainer._compute_loss(trainer, padded, inputs, False)
+    loss.backward()
+    expected_loss, expected = one_process(DENSE, name)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    grads = dict(model.named_parameters())
+    assert max(relative_error(grads[n].grad, grad) for n, grad in expected.items()) < 1e-5
