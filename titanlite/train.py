@@ -34,8 +34,8 @@ from titanlite.training.loop import train
 def main(argv: list[str], config: type[JobConfig] = JobConfig, extend: Extend = keep_run) -> int:
     """Train with the arguments `argv`; returns the exit code.
 
-    A command with sections of its own has its own `config`; `extend` changes the run before it
-    trains.
+    A command with sections of its own has its own `config`, whose `HELP` is the title of --help;
+    `extend` changes the run before it trains.
     """
     began = time.monotonic()
     rank, world_size = launched_rank_and_world_size()
@@ -48,7 +48,7 @@ def main(argv: list[str], config: type[JobConfig] = JobConfig, extend: Extend = 
             from titanlite.config_reference import print_help  # only runs of --help need it
 
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
-            return print_help(__doc__, config, argv[help_at:])
+            return print_help(getattr(config, "HELP", __doc__), config, argv[help_at:])
         job = read_job(argv, world_size, config_type=config)
         configure_log(rank, colour=False if job.config.metrics.disable_color_printing else None)
         log_start(job, rank)

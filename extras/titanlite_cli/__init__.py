@@ -13,6 +13,7 @@ from titanlite_corpus.__main__ import COMMANDS as CORPUS
 from titanlite_lab.__main__ import COMMANDS as LAB
 from titanlite_lab.dispatch import run_command
 from titanlite_planner.__main__ import COMMANDS as PLANNER
+from titanlite_post.__main__ import COMMANDS as POST
 
 TABLES = {  # package -> its commands
     "titanlite_cli": {
@@ -24,6 +25,7 @@ TABLES = {  # package -> its commands
     "titanlite_corpus": CORPUS,
     "titanlite_planner": PLANNER,
     "titanlite_lab": LAB,
+    "titanlite_post": POST,
 }
 
 

@@ -51,7 +51,7 @@ class GRPOSection:
     generation_batch: NotNegative = 0  # completions of a rank that are generated together; 0: all
     gather_weights: bool = True  # FSDP gathers the weights once for a batch, not for each token
     reward_processes: Positive = 2  # of each data-parallel rank
-    reward_timeout_seconds: Annotated[float, Range(0.01)] = 10.0
+    reward_timeout_seconds: Annotated[float, Range(0.01)] = 10.0  # for one completion
     failed_reward: Literal["stop", "skip"] = "stop"
     # if a reward function raises, hangs or returns NaN: end the run, or leave the completion out
 

@@ -25,11 +25,14 @@ from titanlite_post.reference import (
     obtain_reference,
 )
 
+USAGE = __doc__
+
 
 @dataclass(frozen=True)
 class DPOConfig(JobConfig):
     """All sections of a TOML of `dpo`."""
 
+    HELP = USAGE
     dpo: DPOSection = field(default_factory=DPOSection)
 
     def find_problems(self) -> Iterator[UserError]:

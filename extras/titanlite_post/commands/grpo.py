@@ -26,11 +26,14 @@ from titanlite_post.prompts import PROMPTS, open_prompts
 from titanlite_post.rewards import RewardProcesses
 from titanlite_post.rollout import PromptEncoder, Rollouts, RolloutTools, check_prompts
 
+USAGE = __doc__
+
 
 @dataclass(frozen=True)
 class GRPOConfig(JobConfig):
     """All sections of a TOML of `grpo`."""
 
+    HELP = USAGE
     grpo: GRPOSection = field(default_factory=GRPOSection)
 
     def find_problems(self) -> Iterator[UserError]:
@@ -100,7 +103,7 @@ def train_on_rewards(run: Run, parts: RunParts) -> Run:
         run,
         open_batches=rollouts.batches,
         step_settings=settings,
-        actions=(*run.actions, log_rollouts(run, rollouts, objective, config.metrics.log_freq)),
+        actions=(*run.actions, log_rollouts(run, rollouts, objective, config)),
     )
 
 
@@ -117,14 +120,32 @@ def build_reference(run: Run, parts: RunParts) -> Engine:
 
 
 def log_rollouts(
-    run: Run, rollouts: Rollouts, objective: RewardObjective, freq: int
+    run: Run, rollouts: Rollouts, objective: RewardObjective, config: GRPOConfig
 ) -> PeriodicAction:
     """Write the event `rollout` with each step line."""
 
     def write(info: StepInfo) -> None:
         assert objective.means is not None
-        _, kl, clipped, gap = objective.means.tolist()
-        measured = {"kl": kl, "clipped": clipped, "sampler_gap": gap}
-        run.sinks.event(info.step, "rollout", **rollouts.statistics, **measured)
+        fields = rollout_fields(config.grpo, rollouts.statistics, objective.means.tolist())
+        run.sinks.event(info.step, "rollout", **fields)
 
-    return PeriodicAction("log", every_logged_step(freq), write, needs_accepted=True)
+    return PeriodicAction(
+        "log", every_logged_step(config.metrics.log_freq), write, needs_accepted=True
+    )
+
+
+def rollout_fields(
+    section: GRPOSection, statistics: dict[str, float], means: list[float]
+) -> dict[str, float]:
+    """The fields of the event, without those that are 0 by the settings.
+
+    `means`: see `RewardObjective.means`.
+    """
+    _, kl, clipped, gap = means
+    fields = {**statistics, "kl": kl, "clipped": clipped, "sampler_gap": gap}
+    is_measured = {
+        "failed_rewards": section.failed_reward == "skip",
+        "kl": section.kl_weight > 0,
+        "clipped": section.steps_per_rollout > 1,
+    }
+    return {name: value for name, value in fields.items() if is_measured.get(name, True)}
