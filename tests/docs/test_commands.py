@@ -30,6 +30,7 @@ PAGES = (  # in the order in which a newcomer reads them
     "docs/how-to/prove-your-trainer-agrees.md",
     "docs/how-to/fine-tune.md",
     "docs/how-to/fine-tune-with-lora.md",
+    "docs/tutorial/base-to-chat.md",
     "docs/how-to/prepare-a-corpus.md",
     "docs/how-to/fit-a-scaling-law.md",
 )

@@ -21,14 +21,18 @@ from titanlite.settings import load_config
 from titanlite.settings.sources import TRAIN_CONFIGS
 from titanlite_corpus.read import CorpusSource
 from titanlite_corpus.recipe import Recipe, load_recipe
+from titanlite_post.commands.dpo import DPOConfig
+from titanlite_post.commands.grpo import GRPOConfig
 
 PAGES = list_pages()
 README = ROOT / "README.md"
 NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows name their tests
-KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys}
+OF_POST = {"train-on-preferences": DPOConfig, "train-on-rewards": GRPOConfig}
+ALL_SECTIONS = [s for c in (JobConfig, *OF_POST.values()) for s in list_sections(c)]
+KEYS = {key.name for section in ALL_SECTIONS for key in section.keys}
 # after the first two, which a TOML cannot have, job properties of checkpoints
 PLACEHOLDERS = {"section.key", "job.import", "data.bos", "data.content", "data.phases"}
-SECTIONS = {section.name for section in list_sections(JobConfig)}
+SECTIONS = {section.name for section in ALL_SECTIONS}
 FROM_OTHERS = sorted((ROOT / "docs" / "how-to").glob("from-*.md"))
 OF_TORCHTITAN = (
     ROOT / "docs" / "reference" / "torchtitan.md"
@@ -150,6 +154,19 @@ def test_the_configuration_reference_is_generated_from_the_schema():
     text = (ROOT / "docs" / "reference" / "recipe.md").read_text("utf-8")
     page = reference_page(Recipe, "Recipe", {"sources": CorpusSource})
     assert text == page, "run python docs/_make/write_reference.py"
+
+
+@pytest.mark.parametrize("page", OF_POST)
+def test_the_guide_of_a_command_has_a_toml_of_it_and_lists_its_keys(page, tmp_path):
+    path = ROOT / "docs" / "how-to" / f"{page}.md"
+    toml = next(block.text for block in code_blocks(path) if block.language == "toml")
+    (tmp_path / "job.toml").write_text(toml)
+    config, errors = load_config(OF_POST[page], ["--job.config_file", str(tmp_path / "job.toml")])
+    assert not [*errors, *config.find_problems()]
+    text = path.read_text("utf-8").partition("prints the keys:")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| (`.*?`) \|", text, re.M)
+    keys = list_sections(OF_POST[page])[-1].keys
+    assert listed == [f"`{key.name.partition('.')[2]}`" for key in keys]
 
 
 def test_every_key_of_the_configuration_has_a_meaning():
