@@ -111,6 +111,8 @@ def test_help_lists_commands_that_exist_and_does_not_import_torch(site):
         [sys.executable, "-c", check], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    packages = {path.parent.name for path in (ROOT / "extras").glob("*/__main__.py")}
+    assert TABLES.keys() == {"titanlite_cli", *packages}
     for package, commands in TABLES.items():
         for name in commands:
             assert f"  {name} " in done.stdout
