@@ -54,6 +54,11 @@ class GRPOSection:
     reward_timeout_seconds: Annotated[float, Range(0.01)] = 10.0  # for one completion
     failed_reward: Literal["stop", "skip"] = "stop"
     # if a reward function raises, hangs or returns NaN: end the run, or leave the completion out
+    server: str | None = None
+    # URL of a vLLM server that generates, such as "http://host:8000"; none: the model itself
+    server_correction: Annotated[float, Range(1, also=(0,))] = 2.0
+    # with a server: the advantage of a token is multiplied by the ratio of its probabilities by the
+    # trainer and by the server, at most by this; 0: by none
 
 
 class Generator(Protocol):
@@ -142,7 +147,8 @@ class RewardObjective:
         data: Callable[[], RolloutData | None],
         measures: Callable[[], bool],
     ):
-        """`data`: of the batch of the step; `measures`: whether to measure what is only logged."""
+        """`data`: of the batch of the step; `measures`: whether to measure what is only logged,
+        which it must with a server."""
         self._section, self._engine, self._mesh = section, engine, mesh
         self._data, self._measures = data, measures
         self.means: Tensor | None = None
@@ -159,6 +165,11 @@ class RewardObjective:
             log_probs = -self._engine.token_losses(inputs.batch)
         else:
             log_probs = data.sampled
+        if self._section.server and self._section.server_correction:
+            # truncated importance sampling: the sampling distribution is the server's
+            behind = log_probs if data.old is None else data.old
+            ratio = (behind - data.sampled).exp().clamp(max=self._section.server_correction)
+            advantage = advantage * ratio
         weights, loss, kl, clipped = advantage, -advantage, torch.zeros_like(advantage), ~valid
         if data.old is not None:
             ratio = (log_probs - data.old).exp()

@@ -21,10 +21,11 @@ from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_s
 from titanlite.training.run import Run
 from titanlite_post.checks import check_prediction_layers, find_problems_of_weights
 from titanlite_post.generation import ShardedGenerator
-from titanlite_post.grpo import GRPOSection, RewardObjective
+from titanlite_post.grpo import Generator, GRPOSection, RewardObjective
 from titanlite_post.prompts import PROMPTS, open_prompts
 from titanlite_post.rewards import RewardProcesses
 from titanlite_post.rollout import PromptEncoder, Rollouts, RolloutTools, check_prompts
+from titanlite_post.server import ServerGenerator
 
 USAGE = __doc__
 
@@ -61,6 +62,11 @@ class GRPOConfig(JobConfig):
                 f" comm.train_timeout_seconds = {limit}, in which a rank must answer the others.",
                 fix="Lower it, or raise comm.train_timeout_seconds.",
             )
+        if self.grpo.server and not self.grpo.server.startswith(("http://", "https://")):
+            yield ConfigError(
+                f'grpo.server = "{self.grpo.server}": is not the URL of a server.',
+                fix='Write it as "http://host:8000".',
+            )
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -77,15 +83,7 @@ def train_on_rewards(run: Run, parts: RunParts) -> Run:
     check_prediction_layers(parts.job.sizes)
     prompts = PromptEncoder(section, parts.stream)
     check_prompts(section, parts.stream, prompts, rank.rank, rank.world_size)
-    generator = ShardedGenerator(
-        parts.sharded,
-        parts.layout,
-        run.device,
-        seed=config.debug.seed,
-        ends=prompts.ends,
-        vocab_size=prompts.tokenizer.vocab_size,
-        gather_weights=section.gather_weights,
-    )
+    generator = build_generator(run, parts, section, prompts)
     rewards = RewardProcesses(
         section.reward, section.reward_processes, section.reward_timeout_seconds
     )
@@ -96,7 +94,7 @@ def train_on_rewards(run: Run, parts: RunParts) -> Run:
         run.engine,
         parts.layout.mesh,
         lambda: rollouts.data,
-        lambda: rollouts.is_logged(run.state.step + 1),
+        lambda: section.server is not None or rollouts.is_logged(run.state.step + 1),
     )
     settings = dataclasses.replace(run.step_settings, objective=objective)
     return dataclasses.replace(
@@ -104,6 +102,23 @@ def train_on_rewards(run: Run, parts: RunParts) -> Run:
         open_batches=rollouts.batches,
         step_settings=settings,
         actions=(*run.actions, log_rollouts(run, rollouts, objective, config)),
+    )
+
+
+def build_generator(
+    run: Run, parts: RunParts, section: GRPOSection, prompts: PromptEncoder
+) -> Generator:
+    """The run's own model, or the server of grpo.server."""
+    if section.server is not None:
+        return ServerGenerator(section.server, run, parts, prompts.ends)
+    return ShardedGenerator(
+        parts.sharded,
+        parts.layout,
+        run.device,
+        seed=parts.job.config.debug.seed,
+        ends=prompts.ends,
+        vocab_size=prompts.tokenizer.vocab_size,
+        gather_weights=section.gather_weights,
     )
 
 
@@ -122,16 +137,16 @@ def build_reference(run: Run, parts: RunParts) -> Engine:
 def log_rollouts(
     run: Run, rollouts: Rollouts, objective: RewardObjective, config: GRPOConfig
 ) -> PeriodicAction:
-    """Write the event `rollout` with each step line."""
+    """Write the event `rollout` with each step line; with a server, whose log-probabilities may be
+    wrong, of each step."""
 
     def write(info: StepInfo) -> None:
         assert objective.means is not None
         fields = rollout_fields(config.grpo, rollouts.statistics, objective.means.tolist())
         run.sinks.event(info.step, "rollout", **fields)
 
-    return PeriodicAction(
-        "log", every_logged_step(config.metrics.log_freq), write, needs_accepted=True
-    )
+    freq = 1 if config.grpo.server else config.metrics.log_freq
+    return PeriodicAction("log", every_logged_step(freq), write, needs_accepted=True)
 
 
 def rollout_fields(

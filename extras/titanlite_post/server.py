@@ -1,0 +1,209 @@
+"""Generation by a vLLM server over HTTP, with the present weights of the run.
+
+When a rollout begins, the weights are written as a Hugging Face folder, in the compute dtype, and
+the server loads it: it must see the same path. Then one rank of each data-parallel rank asks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint import model_and_optimizer_state
+from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
+from titanlite.checkpoint.saved_model import buffer_names, parameter_shapes
+from titanlite.distributed.collectives import (
+    all_reduce_sum,
+    broadcast_from_rank_0,
+    capture_user_error,
+    gather_from_all_ranks,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
+from titanlite.errors import ConfigError
+from titanlite.job import RunParts
+from titanlite.models.label_sampling import mix_int64
+from titanlite.storage import StorageFolder
+from titanlite.threads import open_thread_pool
+from titanlite.training.run import Run
+from titanlite_post.generation import Generation, Prompts
+
+CONNECTIONS = 256  # of a rank to the server: completions that it may compute together
+SAMPLING = {  # also what a generation_config.json of the server could change
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,  # stop_token_ids has all ids that end a completion
+    "logprobs": 0,  # of the sampled ids alone
+    "return_token_ids": True,
+}
+
+
+class Server:
+    """The HTTP API of a vLLM server that was started with VLLM_SERVER_DEV_MODE=1.
+
+    `timeout`: seconds that it may take for an answer. Raises ConfigError.
+    """
+
+    def __init__(self, url: str, timeout: float):
+        self._url, self._timeout = url.rstrip("/"), timeout
+
+    def load_weights(self, path: str) -> None:
+        """Replace the weights by those of a Hugging Face folder; waits for a server that starts."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._post("/collective_rpc", body, waits=True)
+
+    def complete(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """(sampled ids, their log-probabilities)"""
+        answer = self._post("/v1/completions", SAMPLING | request)
+        try:
+            (choice,) = answer["choices"]
+            ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            if len(ids) == len(log_probs):
+                return ids, log_probs
+        except (LookupError, TypeError, ValueError):
+            pass
+        raise self.error("its answer has no token ids with a log-probability each")
+
+    def _post(self, path: str, body: dict[str, Any], waits: bool = False) -> Any:
+        deadline = time.monotonic() + self._timeout
+        headers = {"Content-Type": "application/json"}
+        request = Request(self._url + path, json.dumps(body).encode(), headers)
+        while True:
+            try:
+                with urlopen(request, timeout=max(1.0, deadline - time.monotonic())) as response:
+                    return json.loads(response.read() or "null")
+            except HTTPError as error:
+                text = error.read(300).decode(errors="replace")
+                raise self.error(f"{path} was refused ({error.code} {text})") from None
+            except (OSError, HTTPException, ValueError) as error:
+                # completions are not asked for again: a restarted server has other weights
+                if not waits or time.monotonic() > deadline - 1:
+                    fix = "Start it; if it is only slow, raise comm.train_timeout_seconds."
+                    raise self.error(f"{path} had no answer ({error})", fix) from None
+            time.sleep(1)
+
+    def error(self, problem: str, fix: str = "") -> ConfigError:
+        fix = fix or "Start vLLM 0.18 or later with this model and VLLM_SERVER_DEV_MODE=1."
+        guide = " See docs/how-to/generate-with-vllm.md."
+        return ConfigError(f'grpo.server = "{self._url}": {problem}.', fix=fix + guide)
+
+
+class ServerGenerator:
+    """Completions by a server; see `ShardedGenerator.generate`.
+
+    `ends`: ids that end a completion. The seed of a completion is a function of debug.seed and its
+    number, but a server need not sample the same ids twice: its rounding depends on its load.
+    """
+
+    def __init__(self, url: str, run: Run, parts: RunParts, ends: Collection[int]):
+        self._run, self._parts, self._mesh = run, parts, parts.layout.mesh
+        tokenizer, config = parts.stream.tokenizer, parts.job.config
+        assert tokenizer is not None, "format prompts needs one"
+        self._tokenizer, self._ends = tokenizer, frozenset(ends)
+        # below the limit of the watchdog, which would report a hang
+        self._server = Server(url, 0.8 * config.comm.train_timeout_seconds)
+        self._folder = StorageFolder(parts.job.folder.resolve() / "server_weights")
+        self._loaded = -1  # step whose weights the server has
+
+    def generate(
+        self, prompts: Prompts, numbers: Sequence[int], max_new_tokens: int
+    ) -> list[Generation]:
+        if self._loaded != self._run.state.step:
+            self._update_server(self._run.state.step)
+        shared = (self._mesh.tp, self._mesh.cp, self._mesh.pp)  # their ranks have the same prompts
+        asks = not any(mesh.get_local_rank() for mesh in shared)
+        seed = self._parts.job.config.debug.seed
+        keys = mix_int64(mix_int64(torch.tensor(numbers, dtype=torch.int64)) + seed).tolist()
+        requests = [
+            {"prompt": list(prompt), "seed": key, "max_tokens": max_new_tokens}
+            for prompt, key in zip(prompts, keys, strict=True)
+        ]
+
+        def ask() -> list[Generation]:
+            with open_thread_pool(CONNECTIONS) as pool:
+                return list(pool.map(self._complete, requests if asks else []))
+
+        own = run_on_all_ranks(ask)
+        if all(mesh.size() == 1 for mesh in shared):
+            return own
+        values = [(each.ids, each.log_probs, each.ended) for each in own]
+        answers = gather_from_all_ranks((self._mesh.batch_rank, values) if asks else None)
+        of_rank = dict(answer for answer in answers if answer is not None)
+        return [Generation(*each) for each in of_rank[self._mesh.batch_rank]]
+
+    def _complete(self, request: dict[str, Any]) -> Generation:
+        vocab_size, padded = self._tokenizer.vocab_size, self._parts.job.sizes.vocab_size
+        request |= {
+            "stop_token_ids": sorted(self._ends),
+            "logit_bias": {str(id): -100 for id in range(vocab_size, padded)},
+            # not the cached keys and values of a prompt by older weights
+            "cache_salt": f"step {self._loaded}",
+        }
+        ids, log_probs = self._server.complete(request)
+        ended = bool(ids) and ids[-1] in self._ends
+        if max(ids, default=0) >= vocab_size:
+            raise self._server.error(f"returned id {max(ids)}; the tokenizer has {vocab_size}")
+        if not ended and len(ids) != request["max_tokens"]:
+            raise self._server.error(
+                f"ended after {len(ids)} of {request['max_tokens']} ids, without an id that ends"
+            )
+        return Generation(ids, log_probs, ended)
+
+    def _update_server(self, step: int) -> None:
+        """Let the server load the present weights; a collective."""
+        set_phase, folder = self._run.watchdog.set_phase, self._folder / f"step-{step}"
+        set_phase(step + 1, "weights for the server")
+        # always a new folder: what the server may still map can be deleted, but not changed
+        run_on_rank_0(lambda: self._folder.remove("") if self._folder.exists() else None)
+        write_weights(folder, self._run, self._parts)
+        set_phase(step + 1, "weights of the server")
+        run_on_rank_0(lambda: self._server.load_weights(folder.path))
+        set_phase(step + 1, "generate")
+        self._loaded = step
+
+
+def write_weights(folder: StorageFolder, run: Run, parts: RunParts) -> None:
+    """Write the present weights as a new Hugging Face folder, from rank 0; a collective."""
+    job, device, dtype = parts.job, run.device, parts.sharded.compute_dtype
+    shapes, buffers = parameter_shapes(job.spec, job.sizes), buffer_names(job.spec, job.sizes)
+    state, pp = model_and_optimizer_state(parts.sharded.model)["model"], parts.layout.mesh.pp
+
+    def gather(name: str) -> Tensor:
+        kept = torch.float32 if name in buffers else dtype
+        if (weight := state.get(name)) is None:  # of another pipeline rank
+            full = torch.zeros(shapes[name], dtype=kept, device=device)
+        else:
+            weight = weight.detach().to(device, kept)
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return full if pp.size() == 1 else all_reduce_sum(pp, full.clone())
+
+    def load(names: Sequence[str]) -> dict[str, Tensor]:
+        broadcast_from_rank_0(list(names))
+        return {name: gather(name).cpu() for name in names}
+
+    problem = None
+    if parts.rank.rank == 0:
+        seq_len = job.config.training.seq_len
+        model = ModelToExport(job.spec, job.sizes, load, seq_len, parts.stream.tokenizer)
+        _, problem = capture_user_error(lambda: write_hugging_face(folder, model, dtype=dtype))
+        broadcast_from_rank_0(None)
+    else:
+        while names := broadcast_from_rank_0(None):
+            for name in names:
+                gather(name)
+    raise_on_all_ranks(problem)
