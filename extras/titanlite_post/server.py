@@ -15,18 +15,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint import model_and_optimizer_state
-from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.checkpoint.saved_model import buffer_names, parameter_shapes
 from titanlite.distributed.collectives import (
-    all_reduce_sum,
-    broadcast_from_rank_0,
-    capture_user_error,
     gather_from_all_ranks,
-    raise_on_all_ranks,
     run_on_all_ranks,
     run_on_rank_0,
 )
@@ -36,21 +27,14 @@ from titanlite.models.label_sampling import mix_int64
 from titanlite.storage import StorageFolder
 from titanlite.threads import open_thread_pool
 from titanlite.training.run import Run
+from titanlite_post.export import write_weights
 from titanlite_post.generation import Generation, Prompts
 
 CONNECTIONS = 256  # of a rank to the server: completions that it may compute together
-SAMPLING = {  # also what a generation_config.json of the server could change
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "ignore_eos": True,  # stop_token_ids has all ids that end a completion
-    "logprobs": 0,  # of the sampled ids alone
-    "return_token_ids": True,
-}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+SAMPLING |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# until here what a generation_config.json could change; log-probabilities of the sampled ids alone
+SAMPLING |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
 
 
 class Server:
@@ -175,35 +159,3 @@ class ServerGenerator:
         run_on_rank_0(lambda: self._server.load_weights(folder.path))
         set_phase(step + 1, "generate")
         self._loaded = step
-
-
-def write_weights(folder: StorageFolder, run: Run, parts: RunParts) -> None:
-    """Write the present weights as a new Hugging Face folder, from rank 0; a collective."""
-    job, device, dtype = parts.job, run.device, parts.sharded.compute_dtype
-    shapes, buffers = parameter_shapes(job.spec, job.sizes), buffer_names(job.spec, job.sizes)
-    state, pp = model_and_optimizer_state(parts.sharded.model)["model"], parts.layout.mesh.pp
-
-    def gather(name: str) -> Tensor:
-        kept = torch.float32 if name in buffers else dtype
-        if (weight := state.get(name)) is None:  # of another pipeline rank
-            full = torch.zeros(shapes[name], dtype=kept, device=device)
-        else:
-            weight = weight.detach().to(device, kept)
-            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return full if pp.size() == 1 else all_reduce_sum(pp, full.clone())
-
-    def load(names: Sequence[str]) -> dict[str, Tensor]:
-        broadcast_from_rank_0(list(names))
-        return {name: gather(name).cpu() for name in names}
-
-    problem = None
-    if parts.rank.rank == 0:
-        seq_len = job.config.training.seq_len
-        model = ModelToExport(job.spec, job.sizes, load, seq_len, parts.stream.tokenizer)
-        _, problem = capture_user_error(lambda: write_hugging_face(folder, model, dtype=dtype))
-        broadcast_from_rank_0(None)
-    else:
-        while names := broadcast_from_rank_0(None):
-            for name in names:
-                gather(name)
-    raise_on_all_ranks(problem)

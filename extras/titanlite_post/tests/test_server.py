@@ -1,12 +1,17 @@
-"""Generation by a server over HTTP: the same completions as by the run itself."""
+"""Generation by a server over HTTP, with real processes: as by the run itself."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import socket
 import subprocess
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -25,8 +30,11 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import recipe_of
 from tests.faults.launch import lines_of
 from titanlite.checkpoint.huggingface import open_hugging_face
+from titanlite.errors import UserError
 from titanlite.storage import StorageFolder
-from titanlite_post.server import write_weights
+from titanlite_post.export import write_weights
+from titanlite_post.grpo import GRPOSection, RewardObjective, RolloutData
+from titanlite_post.server import Server, ServerGenerator
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +59,8 @@ SETTINGS = {
     "training.local_batch_size": 4,
     "training.global_batch_size": 4,
     "training.steps": 3,
-    "optimizer.lr": 0.03,
+    "optimizer.name": "SGD",  # rounding moves no weight by much
+    "optimizer.lr": 1.0,
     "lr_scheduler.warmup_steps": 1,
     "metrics.log_freq": 2,
     "model.vocab_size": 264,  # the tokenizer has 258
@@ -126,22 +135,19 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def test_a_server_samples_what_the_run_would_and_one_with_old_weights_shows(prompts, python):
-    """Under layouts of 4 ranks, against generation by the run itself on one."""
+    """On 4 ranks with a server, against generation by the run itself on one."""
     code, expected, errors = train(python, 1, prompts, "own")
     assert code == 0, errors
-    pipeline = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2}
-    tensor = {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 2}
+    layout = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2}
     with serve(python, prompts.parent) as url:
-        for name, layout in {"pipeline": pipeline, "tensor": tensor}.items():
-            settings = layout | {"grpo.server": url}
-            code, found, errors = train(python, 4, prompts, name, **settings)
-            assert code == 0, errors
-            assert len(gaps_of(found)) == 3 and max(gaps_of(found)) < 1e-5, gaps_of(found)
-            assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-4, abs=1e-6)
-            for own, other in zip(completions_of(expected), completions_of(found), strict=True):
-                assert own["ids"] == other["ids"]
-                for ours, theirs in zip(own["sampled"], other["sampled"], strict=True):
-                    assert ours == pytest.approx(theirs, rel=1e-5)  # weights round, too
+        code, found, errors = train(python, 4, prompts, "server", **layout, **{"grpo.server": url})
+    assert code == 0, errors
+    assert len(gaps_of(found)) == 3 and max(gaps_of(found)) < 1e-5, gaps_of(found)
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-4, abs=1e-6)
+    for own, other in zip(completions_of(expected), completions_of(found), strict=True):
+        assert own["ids"] == other["ids"]
+        for ours, theirs in zip(own["sampled"], other["sampled"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
     with serve(python, prompts.parent, "--stale") as url:
         code, found, errors = train(python, 1, prompts, "stale", **{"grpo.server": url})
     assert code == 0, errors
@@ -151,11 +157,10 @@ def test_a_server_samples_what_the_run_would_and_one_with_old_weights_shows(prom
 
 def export(layouts: list[Layout], recipe: Recipe, folder: Path) -> None:
     for layout in layouts:
-        fitted = fit_recipe(recipe, layout)
-        sharded, parallel = build_parallel(layout, fitted)
+        sharded, parallel = build_parallel(layout, recipe)
         config = SimpleNamespace(training=SimpleNamespace(seq_len=64))
         parts = SimpleNamespace(
-            job=SimpleNamespace(spec=fitted.spec, sizes=fitted.sizes, config=config),
+            job=SimpleNamespace(spec=recipe.spec, sizes=recipe.sizes, config=config),
             sharded=sharded,
             layout=parallel,
             stream=SimpleNamespace(tokenizer=None),
@@ -167,7 +172,7 @@ def export(layouts: list[Layout], recipe: Recipe, folder: Path) -> None:
 @pytest.mark.parametrize(("family", "layouts"), EXPORTS.items())
 def test_every_layout_gives_the_server_the_same_weights(family, layouts, tmp_path):
     ranks, *_ = {layout.degrees.ranks for layout in layouts}
-    recipe = SGD if family == "llama3" else recipe_of(family)
+    recipe = fit_recipe(SGD if family == "llama3" else recipe_of(family), layouts[-1])
     run_on_ranks(export, 1, [Layout()], recipe, tmp_path)
     run_on_ranks(export, ranks, layouts, recipe, tmp_path)
     expected = open_hugging_face(StorageFolder(tmp_path / str(Layout())))
@@ -176,3 +181,94 @@ def test_every_layout_gives_the_server_the_same_weights(family, layouts, tmp_pat
         assert found.tensors.keys() == expected.tensors.keys()
         for name in expected.tensors:
             assert torch.equal(found.read(name), expected.read(name)), (layout, name)
+
+
+def test_a_ratio_to_the_server_weighs_the_advantage_up_to_a_limit():
+    log_probs = torch.tensor([[-1.0, -1.0, -3.0, -2.0]])
+    sampled = torch.tensor([[-1.5, -4.0, -2.0, -2.0]])  # ratios e^0.5, e^3, e^-1 and, ignored, 1
+    advantage = torch.tensor([[1.0, -0.5, 2.0, 7.0]])
+    batch = SimpleNamespace(labels=torch.tensor([[1, 2, 3, -100]]), weights=advantage)
+    engine = SimpleNamespace(token_losses=lambda batch: -log_probs)
+    inputs = SimpleNamespace(batch=batch, valid=torch.tensor(3))
+    mesh = SimpleNamespace(batch=SimpleNamespace(ndim=0))
+    corrected = torch.tensor([[math.exp(0.5), -0.5 * 2.5, 2 * math.exp(-1), 0]])
+    for bound, expected in {2.5: corrected, 0.0: torch.tensor([[1.0, -0.5, 2.0, 0]])}.items():
+        section = GRPOSection(server="http://host", server_correction=bound)
+        data = RolloutData(sampled, old=None, reference=None)
+        objective = RewardObjective(section, engine, mesh, lambda data=data: data, lambda: True)
+        found = objective(inputs, lambda phase: None)
+        torch.testing.assert_close(found.weights, expected)
+        torch.testing.assert_close(found.loss, -expected.sum() / 3)
+        assert objective.means[3].item() == pytest.approx((0.5 + 3 + 1) / 3)
+    # several steps on a rollout: the ratio to the server is that of the weights that generated
+    old = log_probs - 0.1
+    section, data = GRPOSection(server="http://host", clip=0.05), RolloutData(sampled, old, None)
+    objective = RewardObjective(section, engine, mesh, lambda: data, lambda: True)
+    found = objective(inputs, lambda phase: None)
+    behind = (old - sampled).exp().clamp(max=2)
+    ratio = torch.tensor([[0, math.exp(0.1), 0, 0]])  # others are clipped
+    torch.testing.assert_close(found.weights, ratio * behind * advantage)
+
+
+@contextmanager
+def answering(code: int, content: str):
+    """A server that gives the same answer to every request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def answer_of(ids: list[int] | None, log_probs: list[float]) -> str:
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}}
+    return json.dumps({"choices": [choice]})
+
+
+@pytest.mark.parametrize(
+    ("code", "content", "expected"),
+    [
+        (404, "no such route", "/v1/completions was refused (404 no such route)"),
+        (200, "<html>", "/v1/completions had no answer"),
+        (200, answer_of(None, [-1.0]), "no token ids with a log-probability each"),
+        (200, answer_of([1, 2], [-1.0]), "no token ids with a log-probability each"),
+        (200, answer_of([1, 99], [-1.0, -2.0]), "returned id 99; the tokenizer has 50"),
+        (200, answer_of([1, 2], [-1.0, -2.0]), "ended after 2 of 4 ids"),
+    ],
+)
+def test_an_answer_that_would_train_on_wrong_labels_is_refused(code, content, expected):
+    with answering(code, content) as url:
+        config = SimpleNamespace(comm=SimpleNamespace(train_timeout_seconds=HANG_SECONDS))
+        config.debug = SimpleNamespace(seed=0)
+        sizes, one = (
+            SimpleNamespace(vocab_size=60),
+            SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 1),
+        )
+        parts = SimpleNamespace(
+            job=SimpleNamespace(config=config, folder=Path(), sizes=sizes),
+            layout=SimpleNamespace(mesh=SimpleNamespace(tp=one, cp=one, pp=one, batch_rank=0)),
+            stream=SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=50)),
+        )
+        run = SimpleNamespace(state=SimpleNamespace(step=-1))  # whose weights it has
+        generator = ServerGenerator(url, run, parts, ends=[7])
+        with pytest.raises(UserError, match=re.escape(expected)):
+            generator.generate([[1], [2]], [0, 1], max_new_tokens=4)
+
+
+def test_a_server_that_never_starts_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(UserError, match="/collective_rpc had no answer .*refused"):
+        Server(f"http://127.0.0.1:{port}", timeout=1).load_weights("/folder")
