@@ -179,7 +179,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     options = {"dtype": case.compute, "float8": case.float8_config}
     recipe = replace(case.recipe, lr=0.0)
     state, engine, mesh = start_run(case.layout, recipe, scale, **options)
-    _load_trained(state.model, weights)
+    load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
     with _recorded_gradients(state) as gradients:
@@ -198,7 +198,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
 
 
 @torch.no_grad()
-def _load_trained(model, weights: Weights) -> None:
+def load_trained(model, weights: Weights) -> None:
     for name, tensor in model_and_optimizer_state(model)["model"].items():
         shape, offset, _ = shard_and_offset(tensor)
         assert shape == weights[name].shape
@@ -257,7 +257,7 @@ def check_cases(cases: Sequence[PrecisionCase], limit: float = MAX_ERROR_RATIO) 
     """
     measure_one_process(cases)
     for case, *ranks in zip(cases, *run_cases(cases), strict=True):
-        ratios = _error_ratios(
+        ratios = error_ratios(
             gradient_errors(case, ranks), _errors_of_one_process[case.on_one_process]
         )
         worst = max(ratios, key=ratios.get)
@@ -267,7 +267,7 @@ def check_cases(cases: Sequence[PrecisionCase], limit: float = MAX_ERROR_RATIO) 
         _check_losses(case, ranks)
 
 
-def _error_ratios(
+def error_ratios(
     actual: list[dict[str, float]], expected: list[dict[str, float]]
 ) -> dict[str, float]:
     """Ratio of each tensor's error to that of one process, median over batches.

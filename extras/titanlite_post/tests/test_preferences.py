@@ -56,9 +56,9 @@ LAYOUTS = {
 
 
 @cache
-def pairs(vocab_size: int) -> list[list[tuple[Tensor, int]]]:
+def pairs(vocab_size: int, seed: int = 3) -> list[list[tuple[Tensor, int]]]:
     """Windows of pairs; of each answer its ids, and how many of them are of the prompt."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
@@ -75,11 +75,11 @@ def pairs(vocab_size: int) -> list[list[tuple[Tensor, int]]]:
     return windows
 
 
-def packed(vocab_size: int) -> tuple[Tensor, Tensor]:
+def packed(vocab_size: int, seed: int = 3) -> tuple[Tensor, Tensor]:
     """Inputs and labels [B, T] as `PackedSource` gives them."""
     inputs = torch.zeros(WINDOWS, SEQ_LEN + 1, dtype=torch.int64)
     labels = torch.full((WINDOWS, SEQ_LEN + 1), SAME_DOCUMENT)  # of the input before
-    for row, answers in enumerate(pairs(vocab_size)):
+    for row, answers in enumerate(pairs(vocab_size, seed)):
         place = 0
         for ids, prompt in answers:
             inputs[row, place : place + len(ids)] = ids
