@@ -142,6 +142,8 @@ class Rollouts:
             first_step = state.step - taken + 1
             own = [range(at, at + count) for at, count in islice(slices, steps - taken)]
             groups = self._read(first_step) if taken else self._roll_out(list(chain(*own)))
+            shared = self._mesh.batch_rank, None, batch.size()  # a file has those of all ranks
+            self._summarize([*groups.values()][slice(*shared) if taken else slice(None)])
             built = [self._build([groups[position] for position in rows]) for rows in own]
             if steps > 1 and not taken:
                 built = [self._with_old(*each) for each in built]
@@ -191,7 +193,6 @@ class Rollouts:
                 [each.log_probs for each in generated[part]],
                 rewards[part],
             )
-        self._summarize(groups, generated)
         return groups
 
     def _judge(
@@ -228,19 +229,20 @@ class Rollouts:
             ).mark_on_all_ranks()
         return [None if isinstance(r, str) else r for r in of_rank[self._mesh.batch_rank]]
 
-    def _summarize(self, groups: dict[int, Completions], generated: list[Generation]) -> None:
-        """Set `statistics`, of all ranks."""
-        rewards = [r for group in groups.values() for r in group.rewards]
+    def _summarize(self, groups: Sequence[Completions]) -> None:
+        """Set `statistics`, of all ranks; `groups`: this rank's."""
+        rewards = [r for group in groups for r in group.rewards]
+        completions = [ids for group in groups for ids in group.ids]
         known = [reward for reward in rewards if reward is not None]
         own = {
             "completions": len(rewards),
             "failed": len(rewards) - len(known),
             "reward": sum(known),
             "reward_squares": sum(reward**2 for reward in known),
-            "equal_groups": sum(len(set(group.rewards)) == 1 for group in groups.values()),
+            "equal_groups": sum(len(set(group.rewards)) == 1 for group in groups),
             "groups": len(groups),
-            "completion_tokens": sum(len(each.ids) for each in generated),
-            "ended": sum(each.ended for each in generated),
+            "completion_tokens": sum(map(len, completions)),
+            "ended": sum(ids[-1] in self._tools.prompts.ends for ids in completions),
         }
         values = torch.tensor([*own.values()], dtype=torch.float64)
         total = dict(zip(own, self._sum(values).tolist(), strict=True))
