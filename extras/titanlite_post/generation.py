@@ -94,13 +94,18 @@ class ShardedGenerator:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Prompts, numbers: Sequence[int], max_new_tokens: int
+        self,
+        prompts: Prompts,
+        numbers: Sequence[int],
+        max_new_tokens: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> list[Generation]:
         """The completions of this data-parallel rank's prompts, of at most `max_new_tokens` ids.
 
         A collective of all ranks, with one `max_new_tokens`; some may have no prompts. Ranks of the
         same data-parallel rank pass the same prompts, and all return all completions of them.
-        `numbers` identify each completion in the run. Raises ConfigError on all ranks.
+        `numbers` identify each completion in the run; `progress` is called every few tokens.
+        Raises ConfigError on all ranks.
         """
         shortest, longest = self._agree_on_lengths(prompts)
         if not longest:
@@ -113,7 +118,7 @@ class ShardedGenerator:
             copy.update()
         kept = stages if self._gather_weights else []
         with _keep_gathered(kept), torch.compiler.set_stance("force_eager"):
-            self._decode(batch, shortest, max_new_tokens)
+            self._decode(batch, shortest, max_new_tokens, progress)
         reshard(stages)
         return self._collect(batch, [len(prompt) for prompt in prompts], max_new_tokens)
 
@@ -151,7 +156,9 @@ class ShardedGenerator:
             torch.tensor([False] * len(own) + [True] * unused, device=self._device),
         )
 
-    def _decode(self, batch: _SequenceBatch, shortest: int, max_new_tokens: int) -> None:
+    def _decode(
+        self, batch: _SequenceBatch, shortest: int, max_new_tokens: int, progress: Callable
+    ) -> None:
         """Fill the batch; each pass computes one more id of all sequences."""
         rows, capacity = batch.ids.shape
         caches = {
@@ -171,6 +178,7 @@ class ShardedGenerator:
             batch.ended.logical_or_(is_new & torch.isin(sampled, self._end_ids))
             start = end
             if (end - shortest) % CHECK_EVERY == CHECK_EVERY - 1:
+                progress()
                 unfinished = ~batch.ended & (index + 1 < max_new_tokens)
                 if not self._max_of_all_ranks(unfinished.any().long().view(1))[0]:
                     break

@@ -65,7 +65,11 @@ class Generator(Protocol):
     """Continues prompts; see `ShardedGenerator.generate`."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], max_new_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        max_new_tokens: int,
+        progress: Callable[[], None],
     ) -> list[Generation]: ...
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -177,11 +178,12 @@ class Rollouts:
         numbers = [position * section.group_size + n for position in positions for n in copies]
         generated: list[Generation] = []
         together = section.generation_batch or len(ids)
+        generates = partial(self._set_phase, "generate")  # the watchdog waits for a few tokens
         for first in range(0, len(ids), together):  # as many on all ranks, of equal batches
-            self._set_phase("generate")
+            generates()
             part = slice(first, first + together)
             generated += self._tools.generator.generate(
-                ids[part], numbers[part], section.max_new_tokens
+                ids[part], numbers[part], section.max_new_tokens, generates
             )
         rewards = self._judge(generated, [record for record in records for _ in copies])
         groups = {}

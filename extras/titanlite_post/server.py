@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -105,7 +105,11 @@ class ServerGenerator:
         self._loaded = -1  # step whose weights the server has
 
     def generate(
-        self, prompts: Prompts, numbers: Sequence[int], max_new_tokens: int
+        self,
+        prompts: Prompts,
+        numbers: Sequence[int],
+        max_new_tokens: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> list[Generation]:
         if self._loaded != self._run.state.step:
             self._update_server(self._run.state.step)

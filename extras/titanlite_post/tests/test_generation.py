@@ -83,7 +83,10 @@ def generate(case: Case) -> list[Generation]:
     """This rank's completions: data-parallel ranks have every n-th prompt."""
     _, parallel, generator = build_generator(case)
     own = slice(parallel.mesh.batch_rank, case.prompts, case.layout.degrees.batch)
-    return generator.generate(PROMPTS[own], NUMBERS[own], NEW)
+    calls: list[bool] = []
+    completions = generator.generate(PROMPTS[own], NUMBERS[own], NEW, lambda: calls.append(True))
+    assert calls  # for the watchdog
+    return completions
 
 
 def run_cases(cases: list[Case]) -> list[list[Generation]]:
