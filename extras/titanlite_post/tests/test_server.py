@@ -202,12 +202,12 @@ def test_a_ratio_to_the_server_weighs_the_advantage_up_to_a_limit():
         assert objective.means[3].item() == pytest.approx((0.5 + 3 + 1) / 3)
     # several steps on a rollout: the ratio to the server is that of the weights that generated
     old = log_probs - 0.1
-    section, data = GRPOSection(server="http://host", clip=0.05), RolloutData(sampled, old, None)
+    section, data = GRPOSection(server="http://host"), RolloutData(sampled, old, None)
     objective = RewardObjective(section, engine, mesh, lambda: data, lambda: True)
     found = objective(inputs, lambda phase: None)
     behind = (old - sampled).exp().clamp(max=2)
-    ratio = torch.tensor([[0, math.exp(0.1), 0, 0]])  # others are clipped
-    torch.testing.assert_close(found.weights, ratio * behind * advantage)
+    expected = math.exp(0.1) * behind * advantage * (batch.labels >= 0)
+    torch.testing.assert_close(found.weights, expected)
 
 
 @contextmanager
