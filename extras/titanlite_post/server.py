@@ -13,6 +13,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+from uuid import uuid4
 
 import torch
 
@@ -102,7 +103,7 @@ class ServerGenerator:
         # below the limit of the watchdog, which would report a hang
         self._server = Server(url, 0.8 * config.comm.train_timeout_seconds)
         self._folder = StorageFolder(parts.job.folder.resolve() / "server_weights")
-        self._loaded = -1  # step whose weights the server has
+        self._loaded, self._salt = -1, ""  # step whose weights the server has; see `_update_server`
 
     def generate(
         self,
@@ -139,8 +140,7 @@ class ServerGenerator:
         request |= {
             "stop_token_ids": sorted(self._ends),
             "logit_bias": {str(id): -100 for id in range(vocab_size, padded)},
-            # not the cached keys and values of a prompt by older weights
-            "cache_salt": f"step {self._loaded}",
+            "cache_salt": self._salt,
         }
         ids, log_probs = self._server.complete(request)
         ended = bool(ids) and ids[-1] in self._ends
@@ -162,4 +162,5 @@ class ServerGenerator:
         set_phase(step + 1, "weights of the server")
         run_on_rank_0(lambda: self._server.load_weights(folder.path))
         set_phase(step + 1, "generate")
-        self._loaded = step
+        # a server, which may outlive this run, reuses keys and values of a prompt for equal salts
+        self._loaded, self._salt = step, uuid4().hex
