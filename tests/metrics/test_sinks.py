@@ -294,9 +294,13 @@ def test_the_meters_are_scalars_and_layer_norms_are_not_on_the_console(
         sinks.event(3, "layer_norms", **norms)
         noise = {"critical_batch": None, "critical_batch_tokens": None, "noise": 4.5}
         sinks.event(4, "noise_scale", **noise, reason="too few measurements")
+        sinks.event(5, "preferences", accuracy=1.0)
+        sinks.event(5, "rollout", reward=0.5)
     shown = read_tensorboard(tmp_path / "tb")
     assert set(shown) == {
         "noise_scale/noise",
+        "preferences/accuracy",
+        "rollout/reward",
         *(f"layer_norms/{kind}/{layer}" for kind in norms for layer in ("layers.0", "output")),
     }
     assert shown["layer_norms/update/output"] == [(3, 2.5)]

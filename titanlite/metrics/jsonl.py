@@ -16,8 +16,11 @@ from titanlite.log import logger, pluralize
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps repeated after a resume or roll-back
 ROLLBACK_EVENT = "rolled_back"  # with its `number`, counted from 1 over the whole run
-# Events of meters: numbers and tables of them, which TensorBoard and W&B get too.
-MEASUREMENTS = ("layer_norms", "source_losses", "noise_scale", "expert_load", "mtp_losses")
+# Events of measurements: numbers and tables of them, which TensorBoard and W&B get too.
+MEASUREMENTS = (
+    "layer_norms", "source_losses", "noise_scale", "expert_load", "mtp_losses",
+    "preferences", "rollout",  # of titanlite_post
+)  # fmt: skip
 TAIL_BYTES = 1 << 20  # of the file, in which the record of the last step is looked for
 UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 
