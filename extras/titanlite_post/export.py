@@ -46,6 +46,7 @@ def write_weights(folder: StorageFolder, run: Run, parts: RunParts) -> None:
         broadcast_from_rank_0(list(names))
         return {name: gather(name).cpu() for name in names}
 
+    problem = None
     if parts.rank.rank == 0:
         seq_len = job.config.training.seq_len
         model = ModelToExport(job.spec, job.sizes, load, seq_len, parts.stream.tokenizer)

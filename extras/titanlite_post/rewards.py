@@ -169,6 +169,8 @@ class RewardProcesses:
 
 def serve(place: str) -> None:
     """Compute rewards for the lines of stdin; a line of stdout is a number, or a reason as text."""
+    if os.getpgrp() != os.getpid():  # a shell or a test, whose group must not be killed
+        os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     _signal_when_parent_ends(signal.SIGTERM)
     if worker := os.fork():  # this process ends with all that a reward function has started

@@ -67,6 +67,11 @@ class GRPOConfig(JobConfig):
                 f'grpo.server = "{self.grpo.server}": is not the URL of a server.',
                 fix='Write it as "http://host:8000".',
             )
+        if self.grpo.server and self.lora.rank:
+            yield ConfigError(
+                f"lora.rank = {self.lora.rank}: adapters are not sent to grpo.server.",
+                fix="Remove grpo.server: the model then generates with its adapters.",
+            )
 
 
 def main(argv: list[str]) -> NoReturn:
