@@ -17,7 +17,7 @@ from titanlite.distributed.collectives import (
     capture_user_error,
     raise_on_all_ranks,
 )
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, UserError
 from titanlite.job import RunParts
 from titanlite.storage import StorageFolder
 from titanlite.training.run import Run
@@ -29,9 +29,10 @@ def write_weights(folder: StorageFolder, run: Run, parts: RunParts) -> None:
     shapes, buffers = parameter_shapes(job.spec, job.sizes), buffer_names(job.spec, job.sizes)
     state, pp = model_and_optimizer_state(parts.sharded.model)["model"], parts.layout.mesh.pp
 
-    unknown = sorted(state.keys() - shapes.keys())
-    text = f"{folder}: has no place for weights like {', '.join(unknown[:2])}."
-    raise_on_all_ranks(CheckpointError(text) if unknown else None)
+    problem: UserError | None = None
+    if unknown := sorted(state.keys() - shapes.keys()):
+        problem = CheckpointError(f"{folder}: has no place for weights like {unknown[0]}.")
+    raise_on_all_ranks(problem)
 
     def gather(name: str) -> Tensor:
         kept = torch.float32 if name in buffers else dtype
