@@ -31,7 +31,7 @@ from titanlite.training.run import Run
 from titanlite_post.export import write_weights
 from titanlite_post.generation import Generation, Prompts
 
-CONNECTIONS = 256  # of a rank to the server: completions that it may compute together
+CONNECTIONS = 1024  # of all ranks to the server; more than its backlog (2048) would be reset
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 SAMPLING |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # until here what a generation_config.json could change; log-probabilities of the sampled ids alone
@@ -124,7 +124,8 @@ class ServerGenerator:
         ]
 
         def ask() -> list[Generation]:
-            with open_thread_pool(CONNECTIONS) as pool:
+            connections = max(1, CONNECTIONS // self._mesh.batch.size())
+            with open_thread_pool(connections) as pool:
                 return list(pool.map(self._complete, requests if asks else []))
 
         own = run_on_all_ranks(ask)

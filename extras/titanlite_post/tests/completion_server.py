@@ -78,6 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    ThreadingHTTPServer.request_queue_size = 256  # else a burst of connections is reset
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -28,13 +29,14 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.recipes import recipe_of
-from tests.faults.launch import lines_of
+from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.errors import UserError
 from titanlite.storage import StorageFolder
 from titanlite_post.export import write_weights
 from titanlite_post.grpo import GRPOSection, RewardObjective, RolloutData
 from titanlite_post.server import Server, ServerGenerator
+from titanlite_post.tests.test_runs import use_command
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +75,10 @@ SETTINGS = {
 
 
 @pytest.fixture
-def prompts(run_toml, tmp_path) -> Path:
+def prompts(run_toml, tmp_path, monkeypatch) -> Path:
     """The folder with a TOML of prompts."""
     (tmp_path / "early_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
     lines = [{"prompt": text} for text in ("a", "bcd", "ef", "g h", "ij", "klm")]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     text = run_toml.read_text()
@@ -85,34 +88,22 @@ def prompts(run_toml, tmp_path) -> Path:
     return run_toml
 
 
-def start(command: list[str], folder: Path, **options) -> subprocess.Popen:
-    path = f"{ROOT}:{ROOT / 'extras'}:{folder}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment, text=True, **pipes, **options)
-
-
-def train(python: str, ranks: int, toml: Path, name: str, **settings) -> tuple[int, Path, str]:
-    """(exit code, folder, what was printed on stderr) of a run."""
+def train(ranks: int, toml: Path, name: str, **settings) -> Path:
+    """The folder of a run, which must succeed."""
     folder = toml.parent / name
-    options = {**SETTINGS, "job.dump_folder": folder} | settings
+    options = {"job.config_file": toml, **SETTINGS, "job.dump_folder": folder} | settings
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    program = (
-        [python, "-m"]
-        if ranks == 1
-        else [*(f"{Path(python).parent}/torchrun", f"--nproc_per_node={ranks}", "-m")]
-    )
-    command = [*program, "titanlite_post", "grpo", "--job.config_file", str(toml), *arguments]
-    process = start(command, toml.parent)
-    _, errors = process.communicate(timeout=HANG_SECONDS)
-    return process.returncode, folder, errors
+    with LaunchedRun(ranks, folder, *arguments, prepare=partial(use_command, "grpo", None)) as run:
+        assert run.wait() == [0] * ranks, run.output
+    return folder
 
 
 @contextmanager
-def serve(python: str, folder: Path, *options: str):
+def serve(python: str, *options: str):
     """The URL of a server."""
-    module = "titanlite_post.tests.completion_server"
-    process = start([python, "-m", module, *options], folder)
+    command = [python, "-m", "titanlite_post.tests.completion_server", *options]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'extras'}"}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
     finally:
@@ -136,21 +127,18 @@ def losses_of(folder: Path) -> list[float]:
 
 def test_a_server_samples_what_the_run_would_and_one_with_old_weights_shows(prompts, python):
     """On 4 ranks with a server, against generation by the run itself on one."""
-    code, expected, errors = train(python, 1, prompts, "own")
-    assert code == 0, errors
+    expected = train(1, prompts, "own")
     layout = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2}
-    with serve(python, prompts.parent) as url:
-        code, found, errors = train(python, 4, prompts, "server", **layout, **{"grpo.server": url})
-    assert code == 0, errors
+    with serve(python) as url:
+        found = train(4, prompts, "server", **layout, **{"grpo.server": url})
     assert len(gaps_of(found)) == 3 and max(gaps_of(found)) < 1e-5, gaps_of(found)
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-4, abs=1e-6)
     for own, other in zip(completions_of(expected), completions_of(found), strict=True):
         assert own["ids"] == other["ids"]
         for ours, theirs in zip(own["sampled"], other["sampled"], strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
-    with serve(python, prompts.parent, "--stale") as url:
-        code, found, errors = train(python, 1, prompts, "stale", **{"grpo.server": url})
-    assert code == 0, errors
+    with serve(python, "--stale") as url:
+        found = train(1, prompts, "stale", **{"grpo.server": url})
     first, *later = gaps_of(found)
     assert first < 1e-5 and min(later) > 1e-2, (first, later)
 
@@ -258,7 +246,9 @@ def test_an_answer_that_would_train_on_wrong_labels_is_refused(code, content, ex
         )
         parts = SimpleNamespace(
             job=SimpleNamespace(config=config, folder=Path(), sizes=sizes),
-            layout=SimpleNamespace(mesh=SimpleNamespace(tp=one, cp=one, pp=one, batch_rank=0)),
+            layout=SimpleNamespace(
+                mesh=SimpleNamespace(tp=one, cp=one, pp=one, batch=one, batch_rank=0)
+            ),
             stream=SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=50)),
         )
         run = SimpleNamespace(state=SimpleNamespace(step=-1))  # whose weights it has
