@@ -65,7 +65,7 @@ class PromptEncoder:
                 f"{origin}: has messages, but grpo.template is not set.",
                 fix='Set grpo.template, such as "llama3".',
             )
-        return self._chat.encode_prompt(record["messages"])[0]
+        return self._chat.encode_prompt(record["messages"], origin)[0]
 
     def decode(self, completion: Generation) -> str:
         """The text of a completion, without its end id."""
@@ -224,8 +224,8 @@ class Rollouts:
         failed = [r for found in of_rank.values() for r in found if isinstance(r, str)]
         if failed and self._section.failed_reward == "stop":
             raise ConfigError(
-                f'grpo.reward = "{self._section.reward}": {len(failed)} of the rewards of this step'
-                f" failed; the first one {failed[0]}.",
+                f'grpo.reward = "{self._section.reward}": {len(failed)} rewards failed;'
+                f" the first one {failed[0]}.",
                 fix='Correct the function, or set grpo.failed_reward = "skip" to leave such'
                 " completions out.",
             ).mark_on_all_ranks()

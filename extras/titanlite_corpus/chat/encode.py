@@ -13,7 +13,7 @@ from titanlite.data.packed import BEGINS, ID_MASK, UNTRAINED
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json
-from titanlite_corpus.chat.lines import LeftOutError, read_conversation, read_pair
+from titanlite_corpus.chat.lines import LeftOutError, check_messages, read_conversation, read_pair
 from titanlite_corpus.chat.render import TemplateProblem
 from titanlite_corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
 from titanlite_corpus.chat.tokenizer_variants import (
@@ -63,13 +63,16 @@ class ChatEncoder:
             rejected[0] |= BEGINS | UNTRAINED
             return np.concatenate([chosen, rejected])
 
-    def encode_prompt(self, messages: Sequence[Message]) -> tuple[list[int], set[int]]:
+    def encode_prompt(
+        self, messages: Sequence[Message], origin: str = "the conversation"
+    ) -> tuple[list[int], set[int]]:
         """(ids before the next answer of a conversation, the id that ends an answer, if any).
 
         These are the ids that training had there. Raises DataError as `encode` does.
         """
-        with self._name_errors("the conversation", "one"):
-            entries = self._encode([*messages, {"role": ASSISTANT, "content": "x"}], ())
+        with self._name_errors(origin, "a conversation"):
+            checked = check_messages(messages, "messages")
+            entries = self._encode([*checked, {"role": ASSISTANT, "content": "x"}], ())
         ids, trained = entries & ID_MASK, entries & UNTRAINED == 0
         last = int(np.flatnonzero(trained)[-1])
         begin = int(np.flatnonzero(~trained[:last]).max(initial=-1)) + 1

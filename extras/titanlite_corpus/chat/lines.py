@@ -27,7 +27,7 @@ def read_conversation(line: Any, last_only: bool = False) -> tuple[list[Message]
 
     Raises ValueError if `line` is none, and LeftOutError without a text to train on.
     """
-    messages = _check_messages(_messages_of(line), "messages")
+    messages = check_messages(_messages_of(line), "messages")
     answers = [message for message in messages if message["role"] == ASSISTANT]
     if not answers:
         raise LeftOutError("no_answer")
@@ -48,9 +48,9 @@ def read_pair(line: Any) -> tuple[list[Message], list[Message], Tools]:
     for key in ("chosen", "rejected"):
         given = line.get(key)
         is_text = isinstance(given, str)
-        side = [{"role": ASSISTANT, "content": given}] if is_text else _check_messages(given, key)
+        side = [{"role": ASSISTANT, "content": given}] if is_text else check_messages(given, key)
         if side[0]["role"] == ASSISTANT:  # otherwise it is a whole conversation
-            side = [*_check_messages(prompt, "prompt"), *side]
+            side = [*check_messages(prompt, "prompt"), *side]
         if side[-1]["role"] != ASSISTANT:
             raise ValueError(f'its "{key}" does not end with an answer')
         sides.append(side)
@@ -91,7 +91,7 @@ def _from_sharegpt(turn: Any) -> Any:
     return {"role": role, "content": turn.get("value")}
 
 
-def _check_messages(messages: Any, name: str) -> list[Message]:
+def check_messages(messages: Any, name: str) -> list[Message]:
     """Messages with roles and text; raises ValueError."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"it has no list of {name}")

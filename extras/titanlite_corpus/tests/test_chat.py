@@ -356,6 +356,14 @@ def test_what_is_no_conversation_is_refused_with_its_place(folder, messages, mes
     assert "chats.jsonl:17" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "messages", ["Hi", {"a": 1}, [1], [{"role": "user"}], [{"role": "user", "content": 3}]], ids=str
+)
+def test_what_is_no_prompt_is_refused_with_its_place(folder, messages):
+    with pytest.raises(DataError, match="prompts.jsonl, line 3: is not a conversation"):
+        open_encoder(folder, "llama3").encode_prompt(messages, "prompts.jsonl, line 3")
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_a_role_that_the_template_does_not_name_is_refused(folder, template):
     chat = [*turns("a", "b"), {"role": "asistant", "content": "c"}]
