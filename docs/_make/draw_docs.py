@@ -3,7 +3,7 @@
 layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
 layout is drawn by the planner, mup_check and scaling_law by titanlite_lab. `losses` and
 `mup_transfer` train small models on the CPU first (some minutes), and store what they measured
-beside the picture.
+beside the picture, as does `rewards`, which needs the run of docs/tutorial/base-to-chat.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
 from pictures.losses import draw_losses, train_all
 from pictures.memory import draw_memory
 from pictures.mup import JOB, draw_transfer, train_widths
+from pictures.rewards import draw_rewards, read_rewards
 from pictures.schedules import draw_schedules
 from PIL import Image
 
@@ -107,6 +108,12 @@ def _mup_transfer(path: Path) -> None:
     draw_transfer(losses, path)
 
 
+def _rewards(path: Path) -> None:
+    rewards = read_rewards(ROOT / "outputs" / "sums" / "grpo")
+    path.with_suffix(".json").write_text(json.dumps(rewards, indent=1) + "\n", encoding="utf-8")
+    draw_rewards(rewards, path)
+
+
 def _scaling_law(path: Path) -> None:
     table = "extras/titanlite_lab/tests/data/chinchilla.csv"
     command = [
@@ -137,6 +144,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "mup_check": _mup_check,
     "mup_transfer": _mup_transfer,
     "scaling_law": _scaling_law,
+    "rewards": _rewards,
 }
 
 if __name__ == "__main__":

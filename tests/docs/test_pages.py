@@ -258,6 +258,13 @@ def test_the_picture_of_the_losses_shows_what_it_claims():
     assert all(curve == pytest.approx(reference, rel=1e-5) for curve in others)
 
 
+def test_the_tutorial_states_the_rewards_of_its_picture():
+    rewards = json.loads((ROOT / "docs" / "pictures" / "rewards.json").read_text("utf-8"))
+    page = (ROOT / "docs" / "tutorial" / "base-to-chat.md").read_text("utf-8")
+    first, *_, last = rewards.values()
+    assert f"from {first:.2f} in the first step to {last:.2f} in the last one" in page
+
+
 def test_the_picture_of_the_layers_describes_every_package():
     """Redraw it with `python docs/_make/draw_docs.py layers` when a package is added."""
     tree = ast.parse((ROOT / "docs/_make/pictures/diagrams.py").read_text("utf-8"))
