@@ -9,6 +9,7 @@ from titanlite_lab.dispatch import run_command
 COMMANDS = {
     "dpo": "train on pairs of answers, of which one is preferred: DPO, IPO, SimPO",
     "grpo": "train on prompts by rewards of the model's own answers",
+    "judge": "the mean reward of a checkpoint's answers to prompts",
     "adapters": "merge the adapters of LoRA, and convert them to and from peft",
 }
 

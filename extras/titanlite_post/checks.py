@@ -29,6 +29,17 @@ def find_problems_of_weights(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
+def find_validation_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject sets whose loss says nothing: it is measured as that of text."""
+    for source in config.data.validation if config.validation.enable else ():
+        if source.format in ("pairs", "prompts"):
+            yield ConfigError(
+                f'data.validation {source.name}: has format "{source.format}", of which the loss of'
+                " text says nothing.",
+                fix="Validate on text or conversations; `titanlite judge` measures rewards.",
+            )
+
+
 def check_prediction_layers(sizes: ModelSizes) -> None:
     """Refuse multi-token prediction; raises ConfigError."""
     if layers := prediction_layers(sizes):

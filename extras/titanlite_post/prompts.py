@@ -7,6 +7,7 @@ its other keys are for the reward function.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 from titanlite.labels import SAME_DOCUMENT
+from titanlite_corpus.chat.encode import ChatEncoder
+from titanlite_corpus.chat.template import open_chat_template
 
 PROMPTS = "prompts"
 _FORMAT = '{"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}'
@@ -101,3 +104,32 @@ def open_prompts(
         reason = error.strerror or error
         raise DataError(f"{config.path}: cannot be read ({reason}).") from None
     return PromptSamples(config, source, False, 2**31)
+
+
+class PromptEncoder:
+    """The ids of prompts, and the text of completions."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None, bos: bool):
+        """`template`: of prompts with messages; `bos`: begin the others with BOS."""
+        self.tokenizer, self._bos, self._chat = tokenizer, bos, None
+        self.ends = {tokenizer.eos_id}  # ids that end a completion
+        if template is not None:
+            self._chat = ChatEncoder(tokenizer, open_chat_template(template, tokenizer))
+            self.ends |= self._chat.encode_prompt([{"role": "user", "content": "x"}])[1]
+
+    def encode(self, record: dict[str, Any], origin: str) -> list[int]:
+        """The ids of a line of a prompt file; raises DataError with `origin`."""
+        if "messages" not in record:
+            first = [self.tokenizer.bos_id] if self._bos else []
+            return [*first, *self.tokenizer.encode(record["prompt"])]
+        if self._chat is None:
+            raise DataError(
+                f"{origin}: has messages, but no template is given.",
+                fix='Set grpo.template (or --template), such as "llama3".',
+            )
+        return self._chat.encode_prompt(record["messages"], origin)[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion, without its end id."""
+        ended = bool(ids) and ids[-1] in self.ends
+        return self.tokenizer.decode(list(ids[: -1 if ended else None]))

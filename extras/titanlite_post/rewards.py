@@ -149,7 +149,7 @@ class RewardProcesses:
         assert process is not None and process.stdout is not None
         if not select.select([process.stdout], [], [], self._timeout)[0]:
             self._kill(number)
-            return f"took more than grpo.reward_timeout_seconds = {self._timeout:g}"
+            return f"took more than {self._timeout:g} s (grpo.reward_timeout_seconds)"
         answer = process.stdout.readline()
         if not answer:
             self._kill(number)

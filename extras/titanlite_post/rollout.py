@@ -28,8 +28,6 @@ from titanlite.job import RunParts
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine
 from titanlite.training.run import Run
-from titanlite_corpus.chat.encode import ChatEncoder
-from titanlite_corpus.chat.template import open_chat_template
 from titanlite_post.generation import Generation
 from titanlite_post.grpo import (
     Completions,
@@ -39,37 +37,8 @@ from titanlite_post.grpo import (
     RolloutData,
     place_group,
 )
-from titanlite_post.prompts import PromptSamples
+from titanlite_post.prompts import PromptEncoder, PromptSamples
 from titanlite_post.rewards import RewardProcesses, RewardTask
-
-
-class PromptEncoder:
-    """The ids of prompts, and the text of completions."""
-
-    def __init__(self, section: GRPOSection, stream: SampleStream):
-        tokenizer = stream.tokenizer
-        assert tokenizer is not None, "format prompts needs one"
-        self.tokenizer, self._bos, self._chat = tokenizer, section.bos, None
-        self.ends = {tokenizer.eos_id}  # ids that end a completion
-        if section.template is not None:
-            self._chat = ChatEncoder(tokenizer, open_chat_template(section.template, tokenizer))
-            self.ends |= self._chat.encode_prompt([{"role": "user", "content": "x"}])[1]
-
-    def encode(self, record: dict[str, Any], origin: str) -> list[int]:
-        """The ids of a line of a prompt file; raises DataError with `origin`."""
-        if "messages" not in record:
-            first = [self.tokenizer.bos_id] if self._bos else []
-            return [*first, *self.tokenizer.encode(record["prompt"])]
-        if self._chat is None:
-            raise DataError(
-                f"{origin}: has messages, but grpo.template is not set.",
-                fix='Set grpo.template, such as "llama3".',
-            )
-        return self._chat.encode_prompt(record["messages"], origin)[0]
-
-    def decode(self, completion: Generation) -> str:
-        """The text of a completion, without its end id."""
-        return self.tokenizer.decode(completion.ids[: -1 if completion.ended else None])
 
 
 def check_prompts(
@@ -204,7 +173,7 @@ class Rollouts:
         a function of the user may not return the same twice."""
         mesh, section = self._mesh, self._section
         judges = not any(m.get_local_rank() for m in (mesh.tp, mesh.cp, mesh.pp))
-        texts = [self._tools.prompts.decode(each) for each in generated]
+        texts = [self._tools.prompts.decode(each.ids) for each in generated]
         tasks = [RewardTask(*pair) for pair in zip(texts, records, strict=True)]
         # The watchdog waits for so many at most, even if all of them hang; then all ranks meet.
         rounds = self._parts.job.config.comm.train_timeout_seconds / 2

@@ -20,6 +20,8 @@ _CUSTOM = "is code, which a TOML cannot name: use --job.import MODULE on the com
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "evaluation": "is now a command: python -m titanlite_lab evaluate --watch RUN.",
+    "dpo": "is a section of titanlite dpo: torchrun … -m titanlite_post dpo --job.config_file …",
+    "grpo": "is a section of titanlite grpo: torchrun … -m titanlite_post grpo --job.config_file …",
     "job.dry_run": (
         "is now a command: python -m titanlite_planner dry-run --job.config_file RUN.toml"
         " [--job.check_ranks N]."

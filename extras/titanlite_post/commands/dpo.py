@@ -15,7 +15,11 @@ from titanlite.job import JobConfig, RunParts
 from titanlite.train import main as train
 from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_step
 from titanlite.training.run import Run
-from titanlite_post.checks import check_prediction_layers, find_problems_of_weights
+from titanlite_post.checks import (
+    check_prediction_layers,
+    find_problems_of_weights,
+    find_validation_problems,
+)
 from titanlite_post.pairs import PAIRS
 from titanlite_post.preferences import DPOSection, PreferenceObjective
 from titanlite_post.reference import (
@@ -37,6 +41,7 @@ class DPOConfig(JobConfig):
 
     def find_problems(self) -> Iterator[UserError]:
         yield from find_problems_of_weights(self)
+        yield from find_validation_problems(self)
         if self.attention.mask != "document":
             yield ConfigError(
                 f'attention.mask = "{self.attention.mask}": the answers of a pair are documents of'

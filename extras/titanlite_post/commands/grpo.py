@@ -19,12 +19,16 @@ from titanlite.train import main as train
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_step
 from titanlite.training.run import Run
-from titanlite_post.checks import check_prediction_layers, find_problems_of_weights
+from titanlite_post.checks import (
+    check_prediction_layers,
+    find_problems_of_weights,
+    find_validation_problems,
+)
 from titanlite_post.generation import ShardedGenerator
 from titanlite_post.grpo import Generator, GRPOSection, RewardObjective
-from titanlite_post.prompts import PROMPTS, open_prompts
+from titanlite_post.prompts import PROMPTS, PromptEncoder, open_prompts
 from titanlite_post.rewards import RewardProcesses
-from titanlite_post.rollout import PromptEncoder, Rollouts, RolloutTools, check_prompts
+from titanlite_post.rollout import Rollouts, RolloutTools, check_prompts
 from titanlite_post.server import ServerGenerator
 
 USAGE = __doc__
@@ -39,6 +43,7 @@ class GRPOConfig(JobConfig):
 
     def find_problems(self) -> Iterator[UserError]:
         yield from find_problems_of_weights(self)
+        yield from find_validation_problems(self)
         if self.attention.mask != "document":
             yield ConfigError(
                 f'attention.mask = "{self.attention.mask}": the completions of a prompt are'
@@ -86,7 +91,8 @@ def train_on_rewards(run: Run, parts: RunParts) -> Run:
     assert isinstance(config, GRPOConfig)
     section = config.grpo
     check_prediction_layers(parts.job.sizes)
-    prompts = PromptEncoder(section, parts.stream)
+    assert parts.stream.tokenizer is not None, "format prompts needs one"
+    prompts = PromptEncoder(parts.stream.tokenizer, section.template, section.bos)
     check_prompts(section, parts.stream, prompts, rank.rank, rank.world_size)
     generator = build_generator(run, parts, section, prompts)
     rewards = RewardProcesses(

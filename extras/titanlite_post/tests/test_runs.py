@@ -15,6 +15,7 @@ import pytest
 from tests.faults.launch import LaunchedRun, events_of, lines_of
 from titanlite_corpus.tests.test_fine_tuning import SEQ_LEN, make
 from titanlite_corpus.tests.test_preference_pairs import write_pairs
+from titanlite_post.commands import judge
 
 pytestmark = pytest.mark.slow
 ONE_PROCESS, FSDP = (1,), (2,)
@@ -98,7 +99,7 @@ def prompts_toml(run_toml, tmp_path, monkeypatch) -> Path:
     ids=["on-policy", "two steps and KL"],
 )
 def test_a_killed_grpo_run_resumes_under_another_layout(
-    prompts_toml, tmp_path, options, kill, after
+    prompts_toml, tmp_path, capsys, options, kill, after
 ):
     """With the same completions, prompts and losses as one process that nobody killed."""
     command = ("--job.import", "letters", *options)
@@ -132,6 +133,21 @@ def test_a_killed_grpo_run_resumes_under_another_layout(
     for epoch in range(0, 24, PROMPTS):
         assert len({prompts[epoch + n] for n in range(PROMPTS)}) == PROMPTS
     assert [event["step"] for event in events_of(other, "validation")] == [3, 6]
+    if not options:
+        check_judge(one, tmp_path, capsys)
+
+
+def check_judge(run: Path, folder: Path, capsys) -> None:
+    """`titanlite judge` prints the mean reward of the answers that it writes."""
+    letters = import_module("letters").letters
+    files = {"--checkpoint": run, "--prompts": folder / "prompts.jsonl", "--out": folder / "judged"}
+    options = {**files, "--reward": "letters", "--max-new-tokens": 6, "--device": "cpu"}
+    assert judge.main([str(x) for pair in options.items() for x in pair]) == 0
+    judged = [json.loads(line) for line in (folder / "judged").read_text().splitlines()]
+    assert len(judged) == PROMPTS
+    assert [x["reward"] for x in judged] == [letters(x["completion"], x) for x in judged]
+    mean = sum(x["reward"] for x in judged) / PROMPTS
+    assert f"reward {mean:.4f}, standard error" in capsys.readouterr().out
 
 
 @pytest.fixture
