@@ -1,7 +1,4 @@
-"""Pairs of answers in packed windows: documents 2k and 2k + 1 of a window are pair k.
-
-To import this module adds the data format "pairs" (`--job.import titanlite_post.pairs`).
-"""
+"""Pairs of answers in packed windows: documents 2k and 2k + 1 of a window are pair k."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titanlite.data import FORMATS
 from titanlite.data.packed import open_packed
 from titanlite.labels import DOCUMENT_END
 
 # Not a format of the trainer, which would train on chosen and rejected answers alike.
-PAIRS = "pairs"
-FORMATS[PAIRS] = partial(open_packed, pairs=True)
+PAIRS, open_pairs = "pairs", partial(open_packed, pairs=True)
 
 
 def pair_segments(inputs: Tensor, labels: Tensor) -> Tensor:

@@ -424,6 +424,8 @@ def round_base(model, base_dtype: str) -> None:
 def load_packed(model, recipe: Recipe) -> None:
     """Give quantised weights the values that they have in one process."""
     weights = {n: p for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    if not weights:
+        return
     plain = recipe.spec.build(recipe.sizes)
     init_weights(plain, recipe.spec, recipe.sizes, SEED)
     with unpacked(weights, recipe.base_dtype):

@@ -68,7 +68,6 @@ def test_a_resumed_run_balances_by_the_load_before_the_checkpoint(run_toml, tmp_
             'the router of model.name = "moe" selects without a bias',
         ),
         (("--optimizer.name", "SOAP"), "the experts of a block are a stack of them"),
-        (("--quantize.grouped_mm.fp8", "true"), "needs groups of 16 rows"),
     ],
     ids=lambda value: value[-2] if isinstance(value, tuple) else None,
 )

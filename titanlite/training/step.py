@@ -185,8 +185,8 @@ def _overflows(state: TrainState, loss: Tensor, grad_norm: Tensor, has_judge: bo
     """
     if state.loss_scale is None or (has_judge and not state.loss_scale.shrinkable):
         return False
-    overflows = ~grad_norm.isfinite() & (loss.isfinite() if has_judge else True)
-    return bool(overflows)  # waits for the device
+    fits = grad_norm.isfinite() | ~loss.isfinite() if has_judge else grad_norm.isfinite()
+    return not fits  # waits for the device
 
 
 def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:

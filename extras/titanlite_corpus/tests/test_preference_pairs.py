@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.data import SourceConfig, open_sample_stream, open_tokenizer
+from titanlite.data import FORMATS, SourceConfig, open_sample_stream, open_tokenizer
 from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
 from titanlite.labels import DOCUMENT_END
 from titanlite_corpus.tests.chats import turns
 from titanlite_corpus.tests.test_chat import open_encoder
 from titanlite_corpus.tests.test_fine_tuning import SEQ_LEN, make
-from titanlite_post.pairs import pair_segments
+from titanlite_post.pairs import PAIRS as FORMAT
+from titanlite_post.pairs import open_pairs, pair_segments
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}
 PAIRS = [
@@ -31,6 +32,11 @@ LEFT_OUT = {
     "prompts_differ": {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "x", "c", "y")},
     "longer_than_window": {"prompt": "a", "chosen": "b", "rejected": "word " * SEQ_LEN},
 }
+
+
+@pytest.fixture(autouse=True)
+def the_format_of_dpo(monkeypatch):
+    monkeypatch.setitem(FORMATS, FORMAT, open_pairs)
 
 
 def write_pairs(folder: Path, pairs: list) -> None:

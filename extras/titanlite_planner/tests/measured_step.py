@@ -19,7 +19,7 @@ from titanlite_planner.dry_run.ranks import resting_bytes
 def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int]:
     """((parameters, gradients, optimizer state), peak) in bytes, of a step after the first.
 
-    The least peak of four: gloo's threads may hold a buffer after its collective for a moment.
+    The least peak of twelve: gloo's threads may hold a buffer after its collective for a moment.
     """
     job = read_job(argv, ranks, here=False)
     mesh, cpu = build_mesh(job.degrees, "cpu"), torch.device("cpu")
@@ -40,7 +40,7 @@ def measure_step(argv: list[str], ranks: int) -> tuple[tuple[int, int, int], int
 
     kept = measure_allocations(compute)[1]  # the gradients, and what a pipeline receives into
     kept -= resting_bytes(state.model, state.optimizer).gradients
-    for _ in range(4):
+    for _ in range(12):
         finish_step(state, results.pop(), settings)
         before = resting_bytes(state.model, state.optimizer).total
         peaks.append(before + kept + measure_allocations(compute)[0])

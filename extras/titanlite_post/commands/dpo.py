@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from titanlite.data import FORMATS
 from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import JobConfig, RunParts
@@ -20,7 +21,7 @@ from titanlite_post.checks import (
     find_problems_of_weights,
     find_validation_problems,
 )
-from titanlite_post.pairs import PAIRS
+from titanlite_post.pairs import PAIRS, open_pairs
 from titanlite_post.preferences import DPOSection, PreferenceObjective
 from titanlite_post.reference import (
     REFERENCE_FILE,
@@ -58,6 +59,7 @@ class DPOConfig(JobConfig):
 
 def main(argv: list[str]) -> NoReturn:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # libraries rely on it
+    FORMATS[PAIRS] = open_pairs
     exit_process(train(argv, DPOConfig, train_on_pairs))
 
 

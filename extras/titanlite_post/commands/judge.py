@@ -85,6 +85,6 @@ def main(argv: list[str]) -> int:
     if failed:
         print(f"{len(failed)} rewards failed; the first one {failed[0]}")
     if known:
-        error = stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0
-        print(f"reward {fmean(known):.4f}, standard error {error:.4f}, of {len(known)} answers")
+        of_mean = stdev(known) / len(known) ** 0.5 if len(known) > 1 else 0.0
+        print(f"reward {fmean(known):.4f}, standard error {of_mean:.4f}, of {len(known)} answers")
     return EXIT_DONE
