@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from tests.checkpoint.test_huggingface import edit_json, export, random_model
 from tests.distributed.oracle import SIZES
@@ -158,6 +159,10 @@ def test_what_a_published_folder_says_survives_training_a_resume_and_the_export(
         chat.append({"role": "assistant", "content": model.tokenizer.decode(list(ids))})
         shown += chat[-1]["content"] + "\n"
     assert capsys.readouterr().out.endswith(shown) and shown.strip()
+    peer = transformers.pipeline("text-generation", str(exported), dtype=torch.float32)
+    unused = list(range(model.tokenizer.vocab_size, 512))  # ids of a random model only
+    (said,) = peer(chat[:1], max_new_tokens=8, do_sample=False, suppress_tokens=unused)
+    assert said["generated_text"][-1] == chat[1]
     assert [what.split()[0] for what in waits] == ["exporting", "loading", *["answering"] * 2]
     with pytest.raises(CheckpointError, match="has no chat template.*--template llama3"):
         generate_script.open_encoder(replace(model, published={}), None)
