@@ -121,7 +121,8 @@ def dry_run(job: Job) -> Iterator[RankStep]:
 
     A kind is the ranks with equal modules, which are recomputed equally. Of the pipeline ranks of a
     kind, the one with the most micro-batches in flight is run. In the other dimensions of the mesh
-    it has coordinate 0, which has the largest shards.
+    it has coordinate 0, which has the largest shards. Under a document mask, each sequence is one
+    document: fake tokens have no ends.
     """
     kinds = _kinds(job)
     runs = [partial(_RankRun(job, rank).run, same_kind) for rank, same_kind in kinds]
@@ -172,7 +173,10 @@ class _RankRun:
         optimizer = job.config.optimizer
         if optimizer.state_dtype in ("8bit", "4bit"):  # whose kernels are compiled
             optimizer = optimizer.replace(implementation="for-loop")
-        config = dataclasses.replace(job.config, compile=compile_off, optimizer=optimizer)
+        attention = dataclasses.replace(job.config.attention, mask="causal")
+        config = dataclasses.replace(
+            job.config, compile=compile_off, optimizer=optimizer, attention=attention
+        )
         self._job = dataclasses.replace(job, config=config)
         self._pipeline_rank = pipeline_rank
         self._expert_groups: dict[str, str] = {}  # name of a process group -> dimension

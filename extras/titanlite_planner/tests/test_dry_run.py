@@ -251,6 +251,14 @@ def test_a_dry_run_counts_the_flops_of_triangular_systems():
     assert recorder.flops.total() == 3 * 5 * (8 * 7 + 8)  # half of 2 * 8 * 8, with a division
 
 
+def test_a_document_mask_is_run_as_one_document_a_sequence():
+    argv = argv_of({**SHORT, **ON_CPU, "data.tokenizer": "bytes"})
+    masks = ("causal", "document")
+    jobs = [read_job([*argv, f"--attention.mask={m}"], 1, here=False) for m in masks]
+    causal, document = ([step.peak_bytes for step in dry_run(job)] for job in jobs)
+    assert causal == document
+
+
 def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
     argv = ["dry-run", "--job.check_ranks=6", "--parallelism.tensor_parallel_degree=4"]
     assert run_command("titanlite_planner", COMMANDS, argv) == EXIT_USER_ERROR
