@@ -9,8 +9,17 @@ from titanlite.job import JobConfig
 from titanlite.models.sizes import ModelSizes, prediction_layers
 
 
-def find_problems_of_weights(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject settings whose mathematics is that of the mean cross-entropy of text."""
+def find_weighed_problems(config: JobConfig, documents: str) -> Iterator[ConfigError]:
+    """Reject settings whose mathematics is that of the mean cross-entropy of text.
+
+    `documents`: what is packed into one sequence, for messages.
+    """
+    if config.attention.mask != "document":
+        yield ConfigError(
+            f'attention.mask = "{config.attention.mask}": {documents} are documents of one'
+            " sequence, which must not attend to each other.",
+            fix='Set attention.mask = "document".',
+        )
     if config.loss.z_loss:
         yield ConfigError(
             f"loss.z_loss = {config.loss.z_loss:g}: is defined for the cross-entropy of text only.",
@@ -27,10 +36,6 @@ def find_problems_of_weights(config: JobConfig) -> Iterator[ConfigError]:
             " cross-entropy of text.",
             fix="Remove it.",
         )
-
-
-def find_validation_problems(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject sets whose loss says nothing: it is measured as that of text."""
     for source in config.data.validation if config.validation.enable else ():
         if source.format in ("pairs", "prompts"):
             yield ConfigError(

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
 from titanlite.checkpoint.model_state import frozen_weights
 from titanlite.data import SampleStream
@@ -89,9 +91,7 @@ def load_start(
 ) -> None:
     """Load the checkpoint that was found; with adapters, first the frozen weights it lacks."""
     if job.config.lora.rank:
-        weights = frozen_weights(state.model)
-        with unpacked(weights, job.config.lora.quantised):
-            checkpointer.load_base(weights, job.properties_to_check(stream))
+        load_base(job, checkpointer, state.model, stream)
         found = None if found and found.initial else found  # it was the base
     if found:
         restore(job, checkpointer, state, stream, found)
@@ -129,7 +129,15 @@ def report_start(
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)
 
 
-# Sections and keys that decide what a step computes or what the guard does.
+def load_base(job: Job, checkpointer: Checkpointer, model: nn.Module, stream: SampleStream) -> None:
+    """Load the frozen weights of a model with adapters, and pack those that have codes."""
+    weights = frozen_weights(model)
+    with unpacked(weights, job.config.lora.quantised):
+        checkpointer.load_base(weights, job.properties_to_check(stream))
+
+
+# Sections and keys that decide what a step computes or what the guard does; so do the sections
+# that a subclass of JobConfig adds.
 _MATHEMATICS = (
     *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
     *("guard", "loss", "experts", "quantize", "lora", "data.mixture", "debug.seed"),
@@ -150,10 +158,11 @@ def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tup
     lists where the current one may have tuples; a key that it lacks is not compared.
     """
     changes = {}
+    added = vars(current).keys() - JobConfig.__dataclass_fields__.keys()
     flat_saved = _flatten_settings(saved)
     flat_current = _flatten_settings(json.loads(json.dumps(dataclasses.asdict(current))))
     for key in sorted(flat_saved.keys() & flat_current.keys()):
-        decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
+        decides = any(f"{key}.".startswith(f"{part}.") for part in (*_MATHEMATICS, *added))
         if decides and flat_saved[key] != flat_current[key] and key not in _NO_MATHEMATICS:
             changes[key] = (flat_saved[key], flat_current[key])
     return changes

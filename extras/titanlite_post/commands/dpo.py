@@ -18,8 +18,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_s
 from titanlite.training.run import Run
 from titanlite_post.checks import (
     check_prediction_layers,
-    find_problems_of_weights,
-    find_validation_problems,
+    find_weighed_problems,
 )
 from titanlite_post.pairs import PAIRS, open_pairs
 from titanlite_post.preferences import DPOSection, PreferenceObjective
@@ -41,14 +40,7 @@ class DPOConfig(JobConfig):
     dpo: DPOSection = field(default_factory=DPOSection)
 
     def find_problems(self) -> Iterator[UserError]:
-        yield from find_problems_of_weights(self)
-        yield from find_validation_problems(self)
-        if self.attention.mask != "document":
-            yield ConfigError(
-                f'attention.mask = "{self.attention.mask}": the answers of a pair are documents of'
-                " one window, which must not attend to each other.",
-                fix='Set attention.mask = "document".',
-            )
+        yield from find_weighed_problems(self, "the answers of a pair")
         for source in self.data.sources:
             if source.format != PAIRS:
                 yield ConfigError(

@@ -9,20 +9,19 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from titanlite.checkpoint import find_initial
-from titanlite.checkpoint.model_state import frozen_weights
 from titanlite.data import SAMPLE_FORMATS
 from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import JobConfig, RunParts
 from titanlite.job.build import build_model, build_run_engine
+from titanlite.job.start import load_base
 from titanlite.train import main as train
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction, StepInfo, every_logged_step
 from titanlite.training.run import Run
 from titanlite_post.checks import (
     check_prediction_layers,
-    find_problems_of_weights,
-    find_validation_problems,
+    find_weighed_problems,
 )
 from titanlite_post.generation import ShardedGenerator
 from titanlite_post.grpo import Generator, GRPOSection, RewardObjective
@@ -42,14 +41,7 @@ class GRPOConfig(JobConfig):
     grpo: GRPOSection = field(default_factory=GRPOSection)
 
     def find_problems(self) -> Iterator[UserError]:
-        yield from find_problems_of_weights(self)
-        yield from find_validation_problems(self)
-        if self.attention.mask != "document":
-            yield ConfigError(
-                f'attention.mask = "{self.attention.mask}": the completions of a prompt are'
-                " documents of one sequence, which must not attend to each other.",
-                fix='Set attention.mask = "document".',
-            )
+        yield from find_weighed_problems(self, "the completions of a prompt")
         if self.elastic.enable:
             yield ConfigError(
                 "elastic.enable = true: grpo needs equal batches on all ranks.", fix="Remove it."
@@ -137,10 +129,10 @@ def build_reference(run: Run, parts: RunParts) -> Engine:
     """A second model with the initial weights of the run."""
     job = parts.job
     sharded = build_model(job, parts.layout, parts.rank)  # with the weights that debug.seed draws
-    required = job.properties_to_check(parts.stream)
     if job.config.lora.rank:
-        run.checkpointer.load_base(frozen_weights(sharded.model), required)
+        load_base(job, run.checkpointer, sharded.model, parts.stream)
     elif found := find_initial(job.config.checkpoint, run.checkpointer.group):
+        required = job.properties_to_check(parts.stream)
         run.checkpointer.load(found, sharded.model, (), required)
     return build_run_engine(dataclasses.replace(parts, sharded=sharded))
 
