@@ -175,9 +175,9 @@ class Rollouts:
         judges = not any(m.get_local_rank() for m in (mesh.tp, mesh.cp, mesh.pp))
         texts = [self._tools.prompts.decode(each.ids) for each in generated]
         tasks = [RewardTask(*pair) for pair in zip(texts, records, strict=True)]
-        # The watchdog waits for so many at most, even if all of them hang; then all ranks meet.
-        rounds = self._parts.job.config.comm.train_timeout_seconds / 2
-        together = section.reward_processes * max(1, int(rounds / section.reward_timeout_seconds))
+        # Between two collectives, the watchdog must not run out even if every reward hangs.
+        limit = self._parts.job.config.comm.train_timeout_seconds / 2
+        together = section.reward_processes * max(1, int(limit / section.reward_timeout_seconds))
         own: list[float | None] = []
         for first in range(0, len(tasks), together):
             self._set_phase("rewards")

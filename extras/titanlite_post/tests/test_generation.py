@@ -34,7 +34,7 @@ from titanlite_post.generation import CHECK_EVERY, Generation, ShardedGenerator
 pytestmark = pytest.mark.slow
 
 NEW, VOCABULARY = 24, 500  # the model's has 509 ids
-ENDS = (*range(3, 30),)  # so many that most sequences end, at different times
+ENDS = (*range(3, 30),)  # enough for most sequences to end, at different times
 LENGTHS = (5, 9, 3, 7, 12, 4)
 PROMPTS = [[(31 * row + 7 * at) % VOCABULARY for at in range(n)] for row, n in enumerate(LENGTHS)]
 PROMPTS[1][4] = ENDS[0]  # in a prompt, it ends nothing
