@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
@@ -40,7 +39,6 @@ def _without_buffers_of_gloo(collective):
     runs the collective, and this one goes on when nothing of gloo holds the tensors.
     """
 
-    @functools.wraps(collective)
     def run(*args, **kwargs):
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
